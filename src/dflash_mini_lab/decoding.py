@@ -1,0 +1,116 @@
+"""The one decode loop: draft → select → verify → commit → roll back. Every method, target, drafter and test uses it.
+
+Greedy throughout, so the acceptance rule is equality: a draft token is accepted while it is the target's own choice, and the
+target's token after the last accepted one (the bonus token) becomes the next anchor. Nothing here knows how a target runs.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dflash_mini_lab.types import Clock, Decoded, Drafter, DrafterSession, Method, Proposal, Session, Step, Target, UserError
+
+
+def decode(
+    target: Target,
+    prompt_ids: Sequence[int],
+    method: Method,
+    budget: int,
+    clock: Clock,
+    drafter: Drafter | None = None,
+    settings: Mapping[str, float] | None = None,
+    verify_width: int | None = None,
+) -> Decoded:
+    """Answer `prompt_ids` with up to `budget` new tokens (≥ 1), ending after the first stop token.
+
+    `verify_width` W (anchor included; default the drafter's block size) caps a proposal at W - 1 tokens. Near the budget and
+    near the context's end the proposal shrinks to what can still be committed. Raises UserError for a prompt that is empty or
+    leaves no room for a token, and for a drafting method without a drafter.
+    """
+    if not prompt_ids:
+        raise UserError("The prompt is empty: there is nothing to continue.")
+    if budget < 1:
+        raise UserError(f"The budget is {budget} new tokens: at least 1 is needed.")
+    if len(prompt_ids) >= target.max_positions:
+        raise UserError(f"The prompt has {len(prompt_ids)} tokens; this target takes at most {target.max_positions - 1}.")
+    if method.select is not None and drafter is None:
+        raise UserError(f"Method {method.key} {method.name} needs a drafter, and this target has none: run with --prepare first.")
+
+    settings = method.settings if settings is None else settings
+    slots = 0
+    if drafter is not None and method.select is not None:
+        slots = min(drafter.block_size, verify_width or drafter.block_size) - 1
+    capacity = min(target.max_positions, len(prompt_ids) + budget + slots)
+
+    started = clock.now()
+    session = target.start(prompt_ids, capacity, features=slots > 0)
+    tokens = [session.prefill()]
+    drafting = drafter.start(session, capacity) if drafter is not None and slots else None
+    now = clock.now()
+    prefill_seconds = now - started
+
+    steps: list[Step] = []
+    committed = [*prompt_ids, tokens[0]]
+    while tokens[-1] not in target.stop_ids and len(tokens) < budget and session.length < target.max_positions:
+        room = min(slots, budget - len(tokens) - 1, target.max_positions - session.length - 1)
+        step, new, now = _round(session, drafting, method, settings, committed, room, target.stop_ids, clock, now)
+        steps.append(step)
+        tokens += new
+        committed += new
+    finish = "stop" if tokens[-1] in target.stop_ids else "budget" if len(tokens) >= budget else "context"
+    return Decoded(tuple(tokens), finish, prefill_seconds, tuple(steps))
+
+
+def _round(
+    session: Session,
+    drafting: DrafterSession | None,
+    method: Method,
+    settings: Mapping[str, float],
+    committed: Sequence[int],
+    room: int,
+    stop_ids: frozenset[int],
+    clock: Clock,
+    started: float,
+) -> tuple[Step, list[int], float]:
+    """One round from `started`; returns its step, the tokens it commits and the time it ended. Phases share their boundary
+    readings, so they sum to the round's time exactly."""
+    anchor = committed[-1]
+    if drafting is None or method.select is None or room < 1:
+        before = clock.now()
+        if drafting is None:
+            new = [session.decode_one(anchor)]
+        else:
+            new = session.verify([anchor])
+            session.keep(1)
+        after = clock.now()
+        ended = clock.now()
+        return Step(1, 0, 0, 1, 0, 0.0, 0.0, after - before, (before - started) + (ended - after)), new, ended
+
+    draft = drafting.draft(committed, room)
+    drafted = clock.now()
+    proposal: Proposal = method.select(draft, settings)
+    proposed = proposal.tokens[:room]
+    selected = clock.now()
+    greedy = session.verify([anchor, *proposed])
+    verified = clock.now()
+    accepted = 0
+    while accepted < len(proposed) and proposed[accepted] == greedy[accepted]:
+        accepted += 1
+    session.keep(1 + accepted)
+    new = greedy[: accepted + 1]
+    for place, token in enumerate(new):
+        if token in stop_ids:
+            new = new[: place + 1]
+            break
+    ended = clock.now()
+    step = Step(
+        rows=1 + len(proposed),
+        proposed=len(proposed),
+        accepted=accepted,
+        committed=len(new),
+        work=proposal.work,
+        draft=drafted - started,
+        select=selected - drafted,
+        verify=verified - selected,
+        rest=ended - verified,
+    )
+    return step, new, ended

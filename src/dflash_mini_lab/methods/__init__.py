@@ -1,0 +1,18 @@
+"""The decoding paths, in order. A new method is one file here, one line in METHODS, one paragraph in the docs, and its tests."""
+from __future__ import annotations
+
+from dflash_mini_lab.methods.m00_normal import NORMAL
+from dflash_mini_lab.methods.m01_dflash import DFLASH
+from dflash_mini_lab.methods.m08_act import ACT
+from dflash_mini_lab.types import Method, UserError
+
+METHODS: tuple[Method, ...] = (NORMAL, DFLASH, ACT)
+
+
+def by_key(key: str) -> Method:
+    """The method with this key (`08`) or slug (`act`). Raises UserError that lists the known ones."""
+    for method in METHODS:
+        if key in (method.key, method.slug):
+            return method
+    known = ", ".join(f"{method.key} ({method.slug})" for method in METHODS)
+    raise UserError(f"Unknown method {key!r}; known: {known}.")

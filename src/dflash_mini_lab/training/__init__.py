@@ -1,0 +1,1 @@
+"""The drafter's preparation, from nothing but the target: teacher data → features → drafter → artifacts."""

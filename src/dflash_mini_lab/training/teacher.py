@@ -1,0 +1,93 @@
+"""Teacher data: what the target itself says, with the tapped features it computed while saying it.
+
+Prompts of one exact token length form a batch, so every sequence of a batch has the same position at every step: no padding,
+no masks, and the same lean decoder as in the benchmark. Finished sequences are dropped from the batch as it runs.
+Features are taken during generation; computing them again would cost as much as the generation itself.
+"""
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_mini_lab.targets.lean import LeanDecoder
+
+SMALLEST_BATCH = 8
+"""Length buckets with fewer prompts than this are skipped: they would run at a tenth of the rate."""
+COMPACT_BELOW = 0.85
+"""Share of unfinished sequences under which the batch is compacted; each compaction copies the whole cache."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One prompt and its answer. `features [tokens - 1, taps, hidden]`: the last token was never fed back."""
+
+    tokens: list[int]
+    prompt_length: int
+    features: Tensor
+
+
+@torch.inference_mode()
+def continue_batch(
+    decoder: LeanDecoder,
+    prompts: Tensor,
+    new_tokens: int,
+    stop_ids: Sequence[int],
+    taps: Sequence[int] = (),
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[Trajectory]:
+    """Continue `prompts [batch, length]` until a stop token (kept as the last token) or `new_tokens`; greedy at temperature 0.
+
+    Yields each trajectory as it finishes, not in the order of the prompts.
+    """
+    batch, length = prompts.shape
+    cache = decoder.new_cache(length + new_tokens, batch)
+    tokens = torch.zeros(batch, length + new_tokens, dtype=torch.long)
+    tokens[:, :length] = prompts
+    features = torch.zeros(batch, length + new_tokens - 1, len(taps), decoder.hidden_size, dtype=decoder.dtype)
+    stops = torch.tensor(list(stop_ids))
+    going = torch.ones(batch, dtype=torch.bool)
+    step = prompts
+    for position in range(length, length + new_tokens):
+        hidden, tapped = decoder.forward(step, cache, taps)
+        if taps:
+            features[:, position - step.shape[1] : position] = torch.stack(tapped, dim=2)
+        step = _next_tokens(decoder.logits(hidden[:, -1]), temperature, generator)[:, None]
+        tokens[:, position] = step[:, 0]
+        last = position == length + new_tokens - 1
+        done = going & (torch.isin(step[:, 0], stops) | last)
+        for row in done.nonzero()[:, 0].tolist():
+            yield Trajectory(tokens[row, : position + 1].tolist(), length, features[row, :position].clone())
+        going &= ~done
+        if not going.any():
+            return
+        if going.float().mean() < COMPACT_BELOW:
+            rows = going.nonzero()[:, 0]
+            cache.select(rows)
+            tokens, features, step, going = tokens[rows], features[rows], step[rows], going[rows]
+
+
+def equal_length_batches(prompts: list[list[int]], batch: int, seed: int) -> list[Tensor]:
+    """Group prompts by exact length into shuffled batches `[≤ batch, length]`; buckets under SMALLEST_BATCH are left out."""
+    order = random.Random(seed)
+    buckets: dict[int, list[list[int]]] = defaultdict(list)
+    for prompt in prompts:
+        buckets[len(prompt)].append(prompt)
+    batches = []
+    for bucket in buckets.values():
+        order.shuffle(bucket)
+        parts = [bucket[start : start + batch] for start in range(0, len(bucket), batch)]
+        batches += [torch.tensor(part) for part in parts if len(part) >= SMALLEST_BATCH]
+    order.shuffle(batches)
+    return batches
+
+
+def _next_tokens(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[:, 0]
