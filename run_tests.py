@@ -1,0 +1,29 @@
+"""python run_tests.py [pytest options]: linter, type checker and tests, in an environment that it makes itself."""
+import os
+import sys
+
+if sys.version_info < (3, 10):  # Before any import: the rest is written for newer Pythons and would not even parse.
+    sys.stderr.write("error: DFlash Mini Lab needs Python 3.10 or newer; this is Python %d.%d (%s).\n" % (sys.version_info[0], sys.version_info[1], sys.executable))
+    sys.exit(2)
+ROOT = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(ROOT, "src"))
+
+from dflash_mini_lab import bootstrap  # noqa: E402 - src/ goes on the path first
+
+
+def check(argv):  # type: (list[str]) -> int
+    """Runs every check even when an earlier one fails; the exit status is the first failure's."""
+    import subprocess
+
+    commands = [["ruff", "check", "."], ["mypy"], ["pytest"] + [word for word in argv if word != "--no-bootstrap"]]
+    failures = []
+    for command in commands:
+        print("$ " + " ".join(command), flush=True)
+        status = subprocess.call([sys.executable, "-m"] + command, cwd=ROOT)
+        if status:
+            failures.append(status)
+    return failures[0] if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(bootstrap.launch(__file__, ["requirements-cpu.txt", "requirements-dev.txt"], check))

@@ -1,0 +1,187 @@
+"""One environment made by `venv` and filled by uv or pip: the commands, and what their failures mean in one sentence.
+
+Part of the bootstrap: standard library only. No state here; when to install and whether it is whole is `bootstrap.py`'s.
+"""
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+Say = Callable[[str], None]
+REACH_S = 5.0
+ENTRY = re.compile(r"^([\w.:-]+)\.([\w-]+)=(.+)$")
+UV_FLAGS = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links", "constraint": "--constraint",
+            "trusted-host": "--allow-insecure-host"}
+"""pip's settings that say where packages come from, as uv names them: uv does not read pip's configuration."""
+HARMLESS = {"timeout", "default-timeout", "retries", "disable-pip-version-check", "cache-dir", "no-cache-dir", "progress-bar", "quiet", "verbose",
+            "require-virtualenv", "user", "break-system-packages", "no-input", "root-user-action", "no-color", "log", "config-file"}
+"""pip's settings that uv can do without."""
+
+
+class BootstrapError(Exception):
+    """Why there is no environment, in one sentence."""
+
+
+def create(folder: Path, python: Path, say: Say) -> None:
+    """Make a virtual environment with pip in `folder`, which may exist. Raises BootstrapError."""
+    say(f"Making {folder} with Python {sys.version_info[0]}.{sys.version_info[1]} (only this folder is touched) ...")
+    status, log = call([sys.executable, "-m", "venv", str(folder)], output=subprocess.DEVNULL)
+    if status == 0 and python.exists():
+        return
+    uv = shutil.which("uv")
+    if uv:
+        status, log = call([uv, "venv", "--seed", "--allow-existing", "--python", sys.executable, str(folder)], output=subprocess.DEVNULL)
+        if status == 0 and python.exists():
+            return
+    raise BootstrapError(explain(log, folder) or (
+        f"this Python ({sys.executable}) cannot make virtual environments; install its venv module "
+        f"(Debian and Ubuntu: apt install python{sys.version_info[0]}.{sys.version_info[1]}-venv), or put uv on the PATH, and run again."))
+
+
+def install(python: Path, files: Sequence[Path], pins: Mapping[str, str], torch_index: str, say: Say) -> None:
+    """Install the requirement files into `python`'s environment: torch from `torch_index` first, if that can be reached.
+
+    Raises BootstrapError. Whatever an installer prints as progress goes to the terminal.
+    """
+    say(f"Installing {len(pins)} pinned packages and what they need; the first time takes a few minutes ...")
+    installers = [pip_installer(python)]
+    uv = shutil.which("uv")
+    if uv:
+        flags = uv_flags(python)
+        if flags is None:
+            say("note: pip is configured here in a way that uv does not know; installing with pip.")
+        else:
+            installers.insert(0, [uv, "pip", "install", "--python", str(python), *flags])
+    if "torch" in pins and torch_index:
+        torch = ["--no-deps", f"torch=={pins['torch']}"]
+        if not reachable(torch_index):
+            say(f"PyTorch's CPU index ({torch_index}) cannot be reached: torch comes from the default index.")
+        elif attempt([[*installer, index_flag(installer), torch_index, *torch] for installer in installers], python, say):
+            say("note: torch could not be installed from PyTorch's CPU index; trying the default index.")
+    wanted = [part for file in files for part in ("-r", str(file))]
+    problem = attempt([[*installer, *wanted] for installer in installers], python, say)
+    if problem:
+        raise BootstrapError(problem)
+
+
+def pip_installer(python: Path) -> list[str]:
+    return [str(python), "-m", "pip", "install"]
+
+
+def index_flag(installer: Sequence[str]) -> str:
+    return "--index-url" if "-m" in installer else "--index"
+
+
+def attempt(commands: Sequence[Sequence[str]], python: Path, say: Say) -> str | None:
+    """Try the commands in order until one ends well; returns None, or why the last one did not."""
+    problem = None
+    for number, command in enumerate(commands):
+        status, log = call(command)
+        if status == 0:
+            return None
+        log_file = python.parent.parent / "install.log"
+        problem = explain(log, python.parent.parent)
+        if problem is None:
+            log_file.write_text(log, encoding="utf-8")
+            problem = f"installing failed ({last_error(log)}); the whole message is in {log_file}."
+        if number + 1 < len(commands):
+            say(f"note: uv did not manage ({last_error(log)}); trying pip.")
+    return problem
+
+
+def call(command: Sequence[str], output: int | None = None) -> tuple[int, str]:
+    """Run; returns the exit status and what it wrote to stderr. Its stdout goes to our stderr, unless `output` says otherwise."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__")}
+    variables["PIP_USER"] = "0"  # a user's `--user` default would fail in, or escape from, the environment
+    variables.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    inherit = sys.platform != "win32"  # the lock: see bootstrap.locked
+    process = subprocess.Popen(command, env=variables, stdout=sys.stderr if output is None else output, stderr=subprocess.PIPE, close_fds=not inherit,
+                               text=True, encoding="utf-8", errors="replace")
+    try:
+        _, log = process.communicate()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    return process.returncode, log
+
+
+def reachable(index: str) -> bool:
+    """Whether `index` answers within REACH_S: an unreachable host can otherwise cost pip minutes of retries."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        import urllib.request  # 40 ms that a second run need not spend
+
+        try:
+            with urllib.request.urlopen(index.rstrip("/") + "/torch/", timeout=REACH_S) as answer:  # noqa: S310 - the user's or our own URL
+                answers.append(bool(answer.read(1)))
+        except (OSError, ValueError):
+            answers.append(False)
+
+    thread = threading.Thread(target=ask, daemon=True)  # name look-ups know no time-out, so the wait is bounded here
+    thread.start()
+    thread.join(REACH_S + 1)
+    return answers == [True]
+
+
+def uv_flags(python: Path) -> list[str] | None:
+    """pip's configuration as flags of uv; None when it says something that uv could not follow."""
+    if any(name.startswith("UV_") and "INDEX" in name for name in os.environ):
+        return []  # the user told uv itself
+    found = subprocess.run([str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, encoding="utf-8", errors="replace")
+    return translate(found.stdout) if found.returncode == 0 else []
+
+
+def translate(listing: str) -> list[str] | None:
+    """`pip config list` → flags of uv. A later section (`install`, then `:env:`) beats an earlier one, as in pip."""
+    settings: dict[str, str] = {}
+    for section in ("global", "install", ":env:"):
+        for line in listing.splitlines():
+            entry = ENTRY.match(line)
+            if entry and entry[1] == section:
+                settings[entry[2]] = str(ast.literal_eval(entry[3]))
+    flags: list[str] = []
+    for name, value in settings.items():
+        if name == "cert":
+            if os.environ.get("SSL_CERT_FILE") is None:
+                return None
+        elif name == "no-index":
+            flags += ["--no-index"] if value.lower() in ("1", "true", "yes", "on") else []
+        elif name in UV_FLAGS:
+            flags += [part for item in value.split() for part in (UV_FLAGS[name], item)]
+        elif name not in HARMLESS:
+            return None
+    if "extra-index-url" in settings:
+        flags += ["--index-strategy", "unsafe-best-match"]  # pip's own way: the best version of all indexes
+    return flags
+
+
+def last_error(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.lower().startswith("error")]
+    return (errors or lines or ["it said nothing"])[-1][:300]
+
+
+def explain(log: str, folder: Path) -> str | None:
+    """One sentence for the failures that people meet; None for any other."""
+    if re.search(r"No space left on device|Errno 28|Disk quota exceeded|not enough space on the disk|os error 28", log):
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"the disk became full while installing; the unfinished {folder} was removed: free about 2 GB (the temporary folder counts too) and run again."
+    if re.search(r"CERTIFICATE_VERIFY_FAILED|SSLError|invalid peer certificate", log):
+        return "the package index's certificate was not accepted; set PIP_CERT to your network's certificate file, or check the clock, and run again."
+    if re.search(r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|timed out|ProxyError|Network is unreachable|"
+                 r"name resolution|getaddrinfo|Connection refused|Connection aborted|Connection reset|dns error|Could not connect|Failed to fetch", log):
+        return "the package index cannot be reached; check the network (or PIP_INDEX_URL, HTTPS_PROXY) and run again: what was downloaded is kept by pip."
+    missing = re.search(r"No matching distribution found for (\S+)", log)
+    if missing:
+        return (f"no build of {missing[1].rstrip('.')} for Python {sys.version_info[0]}.{sys.version_info[1]} on {sys.platform} in the package index; "
+                "try another Python (3.10 to 3.14, 64 bit).")
+    return None

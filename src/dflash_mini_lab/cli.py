@@ -1,0 +1,173 @@
+"""The command line: one parser, and one short function for each command. Importing it loads neither torch nor numpy."""
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from dflash_mini_lab import __version__
+from dflash_mini_lab.settings import CANONICAL_TARGET, DEFAULT_TARGET, OPTIONS, Option, Settings, defaults, from_environment
+
+EPILOG = f"""examples:
+  python run_cpu.py                                the default study: {DEFAULT_TARGET}, PyPI is all it needs
+  python run_cpu.py --smoke                        the same in miniature
+  python run_cpu.py --target {CANONICAL_TARGET}           the canonical study
+  python run_cpu.py --methods 00,01 --peers generate,prompt-lookup
+  python run_cpu.py --target ./my-model --prepare --prepare-minutes 60
+  python run_cpu.py --resume                       continue after an interruption
+
+environment:
+  DFLASH_LAB_CACHE        folder for models and prepared drafters (default: in your cache folder)
+  DFLASH_TORCH_INDEX      index for PyTorch's CPU build; empty: the default index
+  HF_HOME, HF_HUB_OFFLINE and the other variables of huggingface_hub work as usual;
+  so does pip's configuration. A flag beats its variable.
+
+exit status: 0 well; 2 usage or environment; 3 the output was not proved unchanged; 130 interrupted"""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the whole usage."""
+        self.exit(2, f"error: {message.rstrip('.')}. (--help lists all options.)\n")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="run_cpu.py",
+        description="Is speculative decoding worth it for this model on this machine? Measures it and proves the output unchanged.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"DFlash Mini Lab {__version__}")
+    known_defaults = defaults()
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(option.group for option in OPTIONS)}
+    for option in OPTIONS:
+        text = describe(option, known_defaults[option.field])
+        if option.parse is None:
+            groups[option.group].add_argument(option.flag, action="store_true", help=text)
+        else:
+            groups[option.group].add_argument(option.flag, metavar=option.metavar, help=text)
+    return parser
+
+
+def describe(option: Option, default: object) -> str:
+    notes = [f"default {default}"] if default not in (None, False, (), "") else []
+    if option.variable:
+        notes.append(option.variable)
+    text = f"{option.help} ({'; '.join(notes)})" if notes else option.help
+    return text.replace("%", "%%")
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """Settings from `argv` and the environment. A mistake ends the process: one line on stderr, exit status 2."""
+    make_printable()
+    parser = build_parser()
+    given = vars(parser.parse_args(argv))
+    try:
+        return from_environment(given)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command that `argv` asks for; returns the exit status."""
+    settings = parse(argv)
+    return with_exit_status(lambda: run(settings, argv))
+
+
+def run(settings: Settings, argv: Sequence[str]) -> int:
+    announce(settings)
+    if settings.download_only:
+        return download(settings)
+    if settings.prepare:
+        return prepare(settings)
+    return benchmark(settings, argv)
+
+
+def benchmark(settings: Settings, argv: Sequence[str]) -> int:
+    from dflash_mini_lab.benchmark import run_benchmark
+
+    return run_benchmark(with_known_methods(settings), argv)
+
+
+def prepare(settings: Settings) -> int:
+    from dflash_mini_lab.training.prepare import prepare as train
+
+    folder = train(settings)
+    say(f"The drafter is in {folder}")
+    return 0
+
+
+def download(settings: Settings) -> int:
+    from dflash_mini_lab.artifacts import locate
+    from dflash_mini_lab.catalog import resolve
+    from dflash_mini_lab.targets.weights import fetch
+
+    entry = resolve(settings.target)
+    say(f"The model is in {fetch(entry, settings.cache, say)}")
+    artifacts = locate(settings, entry.name, say)
+    say(f"The drafter is in {artifacts}" if artifacts else "No drafter is published for this target: a run will train one first.")
+    return 0
+
+
+def with_known_methods(settings: Settings) -> Settings:
+    """Methods as keys in the table's order, method 00 always first. Raises UserError that lists the known ones."""
+    from dflash_mini_lab.methods import METHODS, by_key
+
+    asked = {by_key(word).key for word in settings.methods} or {method.key for method in METHODS}
+    return replace(settings, methods=tuple(method.key for method in METHODS if method.key in asked | {"00"}))
+
+
+def announce(settings: Settings) -> None:
+    """The first lines of every run: which target this is, and which one the canonical study is."""
+    from dflash_mini_lab.catalog import resolve
+
+    entry = resolve(settings.target)
+    say(f"DFlash Mini Lab {__version__}. Target: {entry.name} ({entry.source}, licence: {entry.license or 'see its card'}).")
+    if entry.name != CANONICAL_TARGET:
+        say(f"The canonical study is: python run_cpu.py --target {CANONICAL_TARGET}")
+
+
+def with_exit_status(command: Callable[[], int]) -> int:
+    """A user's mistake is one line on stderr and status 2, an interrupt 130; anything else is a bug and keeps its traceback."""
+    from dflash_mini_lab.types import UserError
+
+    try:
+        return command()
+    except UserError as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        say_error("Interrupted. What was measured is saved; --resume continues a benchmark.")
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return fail(f"the disk is full{f' at {error.filename}' if error.filename else ''}; free some space and run again.")
+        raise
+
+
+def fail(sentence: str) -> int:
+    say_error("error: " + " ".join(sentence.split()))
+    return 2
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def say_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def make_printable() -> None:
+    """A console that cannot show a character shows `?` in its place; it never ends the run."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

