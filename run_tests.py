@@ -1,14 +1,18 @@
 """python run_tests.py [pytest options]: linter, type checker and tests, in an environment that it makes itself."""
+
 import os
 import sys
 
 if sys.version_info < (3, 10):  # Before any import: the rest is written for newer Pythons and would not even parse.
-    sys.stderr.write("error: DFlash Mini Lab needs Python 3.10 or newer; this is Python %d.%d (%s).\n" % (sys.version_info[0], sys.version_info[1], sys.executable))
+    sys.stderr.write(
+        "error: DFlash Mini Lab needs Python 3.10 or newer; this is Python %d.%d (%s).\n"
+        % (sys.version_info[0], sys.version_info[1], sys.executable)
+    )
     sys.exit(2)
 ROOT = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(ROOT, "src"))
 
-from dflash_mini_lab import bootstrap  # noqa: E402 - src/ goes on the path first
+from dflash_mini_lab import bootstrap
 
 
 def check(argv):  # type: (list[str]) -> int

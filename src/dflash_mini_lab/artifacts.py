@@ -3,6 +3,7 @@
 The manifest in the repository (`artifacts/<target>/artifact-manifest.json`), or one that was written on this machine, is the
 root of trust. A manifest is never downloaded.
 """
+
 from __future__ import annotations
 
 import errno
@@ -73,7 +74,13 @@ def read_manifest(path: Path) -> Manifest:
 def check_file(item: Any, path: Path) -> ArtifactFile:
     """One entry. Names are flat: no folders, no drives, nothing that any system reads as another place."""
     name, size, digest = item["name"], item["bytes"], item["sha256"]
-    if not isinstance(name, str) or not NAME.fullmatch(name) or name.endswith(".") or RESERVED.fullmatch(name) or name.lower() == MANIFEST:
+    if (
+        not isinstance(name, str)
+        or not NAME.fullmatch(name)
+        or name.endswith(".")
+        or RESERVED.fullmatch(name)
+        or name.lower() == MANIFEST
+    ):
         raise UserError(f"{path}: refused the file name {name!r}: only plain names of letters, digits, dots and dashes are safe.")
     if type(size) is not int or not 0 < size <= LARGEST_FILE:
         raise UserError(f"{path}: {name}: refused the size {size!r}.")
@@ -92,7 +99,12 @@ def write_manifest(folder: Path, target: str, facts: Mapping[str, Any] | None = 
     path = folder / MANIFEST
     for item in files:
         check_file(item, path)
-    content = {"schema_version": SCHEMA_VERSION, "target": target, "files": files, **({"facts": dict(facts)} if facts else {})}
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "target": target,
+        "files": files,
+        **({"facts": dict(facts)} if facts else {}),
+    }
     temporary = folder.parent / f".{folder.name}.{os.getpid()}.manifest"
     temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
     os.replace(temporary, path)
@@ -202,6 +214,7 @@ class SameScheme(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]
         if urllib.parse.urlsplit(newurl).scheme != urllib.parse.urlsplit(req.full_url).scheme:
+            fp.close()
             raise UserError(f"{req.full_url}: refused the redirect to {newurl}: it leaves the address's scheme.")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -254,12 +267,19 @@ def transfer(url: str, part: Path, have: int, size: int) -> None:
     """One request for the bytes after `have`. Raises BrokenOff when it may be tried again, UserError when it may not."""
     from tqdm import tqdm
 
-    headers = {"Accept-Encoding": "identity", "User-Agent": "dflash-mini-lab", **({"Range": f"bytes={have}-"} if have else {})}
+    headers = {
+        "Accept-Encoding": "identity",
+        "User-Agent": "dflash-mini-lab",
+        **({"Range": f"bytes={have}-"} if have else {}),
+    }
     opener = urllib.request.build_opener(SameScheme)
     try:
         with opener.open(urllib.request.Request(url, headers=headers), timeout=SILENCE_S) as answer:
             have = accepted_start(answer, url, have, size)
-            with part.open("ab" if have else "wb") as file, tqdm(total=size, initial=have, unit="B", unit_scale=True, disable=None) as bar:
+            with (
+                part.open("ab" if have else "wb") as file,
+                tqdm(total=size, initial=have, unit="B", unit_scale=True, disable=None) as bar,
+            ):
                 while block := answer.read(min(BLOCK, size - have + 1)):
                     have += len(block)
                     if have > size:
@@ -267,6 +287,7 @@ def transfer(url: str, part: Path, have: int, size: int) -> None:
                     file.write(block)
                     bar.update(len(block))
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code == 416:  # the part is longer than what the server has
             part.unlink(missing_ok=True)
         elif error.code < 500 and error.code != 429:

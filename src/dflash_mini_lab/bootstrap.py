@@ -4,6 +4,7 @@ Standard library only and no sibling is imported: this runs in whatever Python t
 Nothing is installed outside `.venv`, and the user's pip configuration (indexes, certificates, constraints) stays in force.
 How one environment is made, by pip or uv, is in `bootstrap_install.py`.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -26,9 +27,12 @@ from dflash_mini_lab.bootstrap_install import BootstrapError, create, install
 GUARD = "DFLASH_LAB_ENVIRONMENT"
 """Set for the restarted process to the environment it was started in: it must never try to make it again."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+WITHOUT = "with a Python that has the requirements, --no-bootstrap needs none"
 LONGEST_WAIT_S = 3600.0
 CTRL_C_ON_WINDOWS = 0xC000013A
-PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)\s*(?:;\s*python_version\s*(?P<operator><|>=)\s*\"3\.(?P<minor>\d+)\")?")
+PIN = re.compile(
+    r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)\s*(?:;\s*python_version\s*(?P<operator><|>=)\s*\"3\.(?P<minor>\d+)\")?"
+)
 
 
 @dataclass(frozen=True)
@@ -215,8 +219,9 @@ def make(environment: Environment, torch_index: str) -> None:
     try:
         if environment.folder.exists():
             if stamp is None and any(environment.folder.iterdir()):
+                lacks = ", ".join(unmet(pins(environment.requirements), environment.site_packages))
                 raise BootstrapError(
-                    f"{environment.folder} was not made by the lab and lacks {', '.join(unmet(pins(environment.requirements), environment.site_packages))}; "
+                    f"{environment.folder} was not made by the lab and lacks {lacks}; "
                     "move it away, or activate it, install the requirements and pass --no-bootstrap."
                 )
             if stamp is not None and (stamp.get("state") != "ready" or not made_by_this_python(environment, stamp)):
@@ -232,7 +237,11 @@ def make(environment: Environment, torch_index: str) -> None:
         still = unmet(pins(environment.requirements), environment.site_packages)
         if still:
             raise BootstrapError(f"the installer ended well, yet {environment.folder} lacks {', '.join(still)}.")
-        kept = {name: digest for name, digest in (stamp or {}).get("requirements", {}).items() if digest_of(environment.root / name) == digest}
+        kept = {
+            name: digest
+            for name, digest in (stamp or {}).get("requirements", {}).items()
+            if digest_of(environment.root / name) == digest
+        }
         write_stamp(environment, "ready", {**kept, **asked})
         say(f"The environment is ready ({time.monotonic() - started:.0f} s).")
     except OSError as error:
@@ -248,7 +257,7 @@ def explain_os_error(error: OSError, environment: Environment) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         shutil.rmtree(environment.folder, ignore_errors=True)
         return f"the disk is full at {where}; the unfinished .venv was removed: free about 2 GB and run again."
-    return f"cannot make the environment: {error.strerror or error} ({where}); or pass --no-bootstrap in a Python that has the requirements."
+    return f"cannot make the environment: {error.strerror or error} ({where}); {WITHOUT}."
 
 
 @contextlib.contextmanager
@@ -258,9 +267,9 @@ def locked(path: Path) -> Iterator[None]:
     Installers inherit it: a killed run whose pip still writes keeps the next run waiting rather than fighting it.
     """
     try:
-        handle = open(path, "a+b")
+        handle = path.open("a+b")
     except OSError as error:
-        raise BootstrapError(f"cannot write to {path.parent}: {error.strerror}; pass --no-bootstrap in a Python that has the requirements.") from error
+        raise BootstrapError(f"cannot write to {path.parent}: {error.strerror}; {WITHOUT}.") from error
     with handle:
         deadline = time.monotonic() + LONGEST_WAIT_S
         told = False
@@ -305,7 +314,9 @@ def restart(python: str, runner: str, argv: Sequence[str], environment: Environm
         try:
             os.execve(python, command, variables)
         except OSError as error:
-            raise BootstrapError(f"cannot start {python}: {error.strerror}; remove {environment.folder} and run again.") from error
+            raise BootstrapError(
+                f"cannot start {python}: {error.strerror}; remove {environment.folder} and run again."
+            ) from error
     process = subprocess.Popen(command, env=variables)
     while True:
         try:

@@ -2,6 +2,7 @@
 
 Part of the bootstrap: standard library only. No state here; when to install and whether it is whole is `bootstrap.py`'s.
 """
+
 from __future__ import annotations
 
 import ast
@@ -17,11 +18,33 @@ from pathlib import Path
 Say = Callable[[str], None]
 REACH_S = 5.0
 ENTRY = re.compile(r"^([\w.:-]+)\.([\w-]+)=(.+)$")
-UV_FLAGS = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links", "constraint": "--constraint",
-            "trusted-host": "--allow-insecure-host"}
+UV_FLAGS = {
+    "index-url": "--default-index",
+    "extra-index-url": "--index",
+    "find-links": "--find-links",
+    "constraint": "--constraint",
+    "trusted-host": "--allow-insecure-host",
+}
 """pip's settings that say where packages come from, as uv names them: uv does not read pip's configuration."""
-HARMLESS = {"timeout", "default-timeout", "retries", "disable-pip-version-check", "cache-dir", "no-cache-dir", "progress-bar", "quiet", "verbose",
-            "require-virtualenv", "user", "break-system-packages", "no-input", "root-user-action", "no-color", "log", "config-file"}
+HARMLESS = {
+    "timeout",
+    "default-timeout",
+    "retries",
+    "disable-pip-version-check",
+    "cache-dir",
+    "no-cache-dir",
+    "progress-bar",
+    "quiet",
+    "verbose",
+    "require-virtualenv",
+    "user",
+    "break-system-packages",
+    "no-input",
+    "root-user-action",
+    "no-color",
+    "log",
+    "config-file",
+}
 """pip's settings that uv can do without."""
 
 
@@ -31,18 +54,25 @@ class BootstrapError(Exception):
 
 def create(folder: Path, python: Path, say: Say) -> None:
     """Make a virtual environment with pip in `folder`, which may exist. Raises BootstrapError."""
-    say(f"Making {folder} with Python {sys.version_info[0]}.{sys.version_info[1]} (only this folder is touched) ...")
+    say(f"Making {folder} with Python {version()} (only this folder is touched) ...")
     status, log = call([sys.executable, "-m", "venv", str(folder)], output=subprocess.DEVNULL)
     if status == 0 and python.exists():
         return
     uv = shutil.which("uv")
     if uv:
-        status, log = call([uv, "venv", "--seed", "--allow-existing", "--python", sys.executable, str(folder)], output=subprocess.DEVNULL)
+        status, log = call(
+            [uv, "venv", "--seed", "--allow-existing", "--python", sys.executable, str(folder)],
+            output=subprocess.DEVNULL,
+        )
         if status == 0 and python.exists():
             return
-    raise BootstrapError(explain(log, folder) or (
-        f"this Python ({sys.executable}) cannot make virtual environments; install its venv module "
-        f"(Debian and Ubuntu: apt install python{sys.version_info[0]}.{sys.version_info[1]}-venv), or put uv on the PATH, and run again."))
+    raise BootstrapError(
+        explain(log, folder)
+        or (
+            f"this Python ({sys.executable}) cannot make virtual environments; install its venv module "
+            f"(Debian and Ubuntu: apt install python{version()}-venv), or put uv on the PATH, and run again."
+        )
+    )
 
 
 def install(python: Path, files: Sequence[Path], pins: Mapping[str, str], torch_index: str, say: Say) -> None:
@@ -98,12 +128,22 @@ def attempt(commands: Sequence[Sequence[str]], python: Path, say: Say) -> str | 
 
 def call(command: Sequence[str], output: int | None = None) -> tuple[int, str]:
     """Run; returns the exit status and what it wrote to stderr. Its stdout goes to our stderr, unless `output` says otherwise."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__")}
+    variables = {
+        name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__")
+    }
     variables["PIP_USER"] = "0"  # a user's `--user` default would fail in, or escape from, the environment
     variables.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
     inherit = sys.platform != "win32"  # the lock: see bootstrap.locked
-    process = subprocess.Popen(command, env=variables, stdout=sys.stderr if output is None else output, stderr=subprocess.PIPE, close_fds=not inherit,
-                               text=True, encoding="utf-8", errors="replace")
+    process = subprocess.Popen(
+        command,
+        env=variables,
+        stdout=sys.stderr if output is None else output,
+        stderr=subprocess.PIPE,
+        close_fds=not inherit,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
     try:
         _, log = process.communicate()
     except BaseException:
@@ -121,7 +161,7 @@ def reachable(index: str) -> bool:
         import urllib.request  # 40 ms that a second run need not spend
 
         try:
-            with urllib.request.urlopen(index.rstrip("/") + "/torch/", timeout=REACH_S) as answer:  # noqa: S310 - the user's or our own URL
+            with urllib.request.urlopen(index.rstrip("/") + "/torch/", timeout=REACH_S) as answer:
                 answers.append(bool(answer.read(1)))
         except (OSError, ValueError):
             answers.append(False)
@@ -136,7 +176,9 @@ def uv_flags(python: Path) -> list[str] | None:
     """pip's configuration as flags of uv; None when it says something that uv could not follow."""
     if any(name.startswith("UV_") and "INDEX" in name for name in os.environ):
         return []  # the user told uv itself
-    found = subprocess.run([str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, encoding="utf-8", errors="replace")
+    found = subprocess.run(
+        [str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, encoding="utf-8", errors="replace"
+    )
     return translate(found.stdout) if found.returncode == 0 else []
 
 
@@ -170,18 +212,38 @@ def last_error(log: str) -> str:
     return (errors or lines or ["it said nothing"])[-1][:300]
 
 
+NETWORK = (
+    r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|timed out|ProxyError|Network is unreachable|name resolution|"
+    r"getaddrinfo|Connection refused|Connection aborted|Connection reset|dns error|Failed to fetch"
+)
+
+
 def explain(log: str, folder: Path) -> str | None:
-    """One sentence for the failures that people meet; None for any other."""
-    if re.search(r"No space left on device|Errno 28|Disk quota exceeded|not enough space on the disk|os error 28", log):
+    """One sentence for the failures that people meet; None for any other. On a full disk, `folder` is given back first."""
+    if re.search(r"No space left on device|[Ee]rrno 28|os error 28|Disk quota exceeded|not enough space on the disk", log):
         shutil.rmtree(folder, ignore_errors=True)
-        return f"the disk became full while installing; the unfinished {folder} was removed: free about 2 GB (the temporary folder counts too) and run again."
+        return (
+            f"the disk became full while installing; the unfinished {folder} was removed: free about 2 GB "
+            "(the temporary folder counts too) and run again."
+        )
     if re.search(r"CERTIFICATE_VERIFY_FAILED|SSLError|invalid peer certificate", log):
-        return "the package index's certificate was not accepted; set PIP_CERT to your network's certificate file, or check the clock, and run again."
-    if re.search(r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|timed out|ProxyError|Network is unreachable|"
-                 r"name resolution|getaddrinfo|Connection refused|Connection aborted|Connection reset|dns error|Could not connect|Failed to fetch", log):
-        return "the package index cannot be reached; check the network (or PIP_INDEX_URL, HTTPS_PROXY) and run again: what was downloaded is kept by pip."
+        return (
+            "the package index's certificate was not accepted; set PIP_CERT to your network's certificate file, "
+            "or check the clock, and run again."
+        )
+    if re.search(NETWORK, log):
+        return (
+            "the package index cannot be reached; check the network (or PIP_INDEX_URL, HTTPS_PROXY) and run again: "
+            "what was downloaded is kept by pip."
+        )
     missing = re.search(r"No matching distribution found for (\S+)", log)
     if missing:
-        return (f"no build of {missing[1].rstrip('.')} for Python {sys.version_info[0]}.{sys.version_info[1]} on {sys.platform} in the package index; "
-                "try another Python (3.10 to 3.14, 64 bit).")
+        return (
+            f"the package index has no build of {missing[1].rstrip('.')} for Python {version()} on {sys.platform}; "
+            "try another Python (3.10 to 3.14, 64 bit)."
+        )
     return None
+
+
+def version() -> str:
+    return f"{sys.version_info[0]}.{sys.version_info[1]}"

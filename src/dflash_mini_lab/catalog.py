@@ -3,6 +3,7 @@
 A literal table. A new target is one entry here. What a name does not match is a folder or a hub id, or an error; nothing
 falls back to another target.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -119,4 +120,9 @@ def of_folder(path: Path) -> Entry:
 
 
 def looks_like_a_path(target: str) -> bool:
-    return target.startswith((".", "/", "~", "\\")) or "\\" in target or target.count("/") > 1 or re.match(r"[A-Za-z]:", target) is not None
+    return (
+        target.startswith((".", "/", "~", "\\"))
+        or "\\" in target
+        or target.count("/") > 1
+        or re.match(r"[A-Za-z]:", target) is not None
+    )

@@ -1,4 +1,5 @@
 """The command line: one parser, and one short function for each command. Importing it loads neither torch nor numpy."""
+
 from __future__ import annotations
 
 import argparse
@@ -10,7 +11,15 @@ from dataclasses import replace
 from typing import NoReturn
 
 from dflash_mini_lab import __version__
-from dflash_mini_lab.settings import CANONICAL_TARGET, DEFAULT_TARGET, OPTIONS, Option, Settings, defaults, from_environment
+from dflash_mini_lab.settings import (
+    CANONICAL_TARGET,
+    DEFAULT_TARGET,
+    OPTIONS,
+    Option,
+    Settings,
+    defaults,
+    from_environment,
+)
 
 EPILOG = f"""examples:
   python run_cpu.py                                the default study: {DEFAULT_TARGET}, PyPI is all it needs
@@ -38,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     parser = Parser(
         prog="run_cpu.py",
-        description="Is speculative decoding worth it for this model on this machine? Measures it and proves the output unchanged.",
+        description="Is speculative decoding worth it for this model on this machine? With proof that the output is unchanged.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

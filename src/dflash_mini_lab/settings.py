@@ -3,6 +3,7 @@
 One literal table (`OPTIONS`) serves the parser of the command line and the resolution here. Standard library only: the
 runner reads it before anything is installed. What a method or a target is called is not known here.
 """
+
 from __future__ import annotations
 
 import os
@@ -58,7 +59,13 @@ class Settings:
     no_bootstrap: bool = False
 
 
-SMOKE: Mapping[str, Any] = {"tokens": 16, "repeats": 1, "prompt_limit": 1, "calibration_tokens": 16, "calibration_prompt_limit": 1}
+SMOKE: Mapping[str, Any] = {
+    "tokens": 16,
+    "repeats": 1,
+    "prompt_limit": 1,
+    "calibration_tokens": 16,
+    "calibration_prompt_limit": 1,
+}
 
 
 # How a word becomes a value. Each raises ValueError that says what would have been right.
@@ -153,32 +160,65 @@ class Option:
 
 MODEL, STUDY, ARTIFACTS, MACHINE = "the model", "what is measured", "the drafter's files", "the machine"
 OPTIONS = (
-    Option("--target", f"the model: a name ({DEFAULT_TARGET}, {CANONICAL_TARGET}, ...), a folder, or a hub id",
-           MODEL, filled, "DFLASH_TARGET", "NAME|FOLDER|HUB-ID"),
+    Option(
+        "--target",
+        f"the model: a name ({DEFAULT_TARGET}, {CANONICAL_TARGET}, ...), a folder, or a hub id",
+        MODEL,
+        filled,
+        "DFLASH_TARGET",
+        "NAME|FOLDER|HUB-ID",
+    ),
     Option("--dtype", "number format of the weights: " + ", ".join(DTYPES), MODEL, one_of(*DTYPES), metavar="TYPE"),
     Option("--smoke", "the smallest real run: 1 prompt, 16 tokens, 1 repeat", STUDY),
     Option("--tokens", "new tokens per answer", STUDY, whole(1, 100_000), "CPU_TOKENS", "N"),
     Option("--repeats", "how often each prompt is answered by each method", STUDY, whole(1, 1000), "CPU_REPEATS", "N"),
     Option("--prompt-limit", "use the first N prompts", STUDY, whole(1, 100_000), "CPU_PROMPT_LIMIT", "N"),
-    Option("--prompts", "your own prompts instead of the lab's: JSON, or text with one prompt a line", STUDY, existing_file, metavar="FILE"),
+    Option(
+        "--prompts",
+        "your own prompts instead of the lab's: JSON, or text with one prompt a line",
+        STUDY,
+        existing_file,
+        metavar="FILE",
+    ),
     Option("--methods", "only these methods (method 00 is always measured), such as 00,01,08", STUDY, words, metavar="LIST"),
     Option("--peers", "other implementations to measure as well: " + ", ".join(PEERS), STUDY, words_of(*PEERS), metavar="LIST"),
     Option("--verify-width", "rows per verifier call, instead of the calibrated width", STUDY, whole(2, 64), metavar="N"),
-    Option("--calibration-tokens", "new tokens per answer while settings are chosen", STUDY, whole(1, 100_000), "CPU_CALIBRATION_TOKENS", "N"),
-    Option("--calibration-prompt-limit", "prompts used to choose settings; 0: keep the defaults", STUDY, whole(0, 100_000), "CPU_CALIBRATION_PROMPT_LIMIT", "N"),
+    Option(
+        "--calibration-tokens",
+        "new tokens per answer while settings are chosen",
+        STUDY,
+        whole(1, 100_000),
+        "CPU_CALIBRATION_TOKENS",
+        "N",
+    ),
+    Option(
+        "--calibration-prompt-limit",
+        "prompts used to choose settings; 0: keep the defaults",
+        STUDY,
+        whole(0, 100_000),
+        "CPU_CALIBRATION_PROMPT_LIMIT",
+        "N",
+    ),
     Option("--seed", "seed of the schedule and of every random choice", STUDY, whole(0, 2**31 - 1), metavar="N"),
     Option("--resume", "continue the interrupted run in the output folder", STUDY),
     Option("--prepare", "train a drafter for the target instead of a benchmark", ARTIFACTS),
     Option("--prepare-minutes", "how long to train", ARTIFACTS, minutes, metavar="N"),
     Option("--download-only", "fetch and verify the model and the drafter, then stop", ARTIFACTS),
     Option("--artifact-dir", "folder with the drafter's files", ARTIFACTS, folder, metavar="FOLDER"),
-    Option("--artifact-base-url", "where the drafter's files are downloaded from", ARTIFACTS, address, "DFLASH_ARTIFACT_BASE_URL", "URL"),
+    Option(
+        "--artifact-base-url",
+        "where the drafter's files are downloaded from",
+        ARTIFACTS,
+        address,
+        "DFLASH_ARTIFACT_BASE_URL",
+        "URL",
+    ),
     Option("--artifact-release-tag", "release under that address", ARTIFACTS, tag, metavar="TAG"),
     Option("--refresh-artifacts", "download the drafter's files again", ARTIFACTS),
     Option("--cpu-threads", "threads of the linear algebra", MACHINE, whole(1, 4096), "CPU_THREADS", "N"),
     Option("--output-dir", "folder for benchmark.json and the report", MACHINE, folder, metavar="FOLDER"),
     Option("--no-bootstrap", "use this Python as it is; make no .venv", MACHINE),
-)  # fmt: skip
+)
 
 
 def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str]) -> Settings:

