@@ -1,0 +1,78 @@
+"""The page: one self-contained HTML file over a benchmark.json. Never imports torch, never reaches the network.
+
+`view` prepares, `charts` draws, the templates place. Prompts, model output and machine names are untrusted text: autoescape
+is on, the page may run no script and load nothing, and its one style sheet is allowed by its hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from dflash_mini_lab.report import view
+from dflash_mini_lab.report.format import visible
+from dflash_mini_lab.report.verdict import verdict_sentence
+
+__all__ = ["render", "verdict_sentence", "write_report"]
+
+TEMPLATES = Path(__file__).parent / "templates"
+_INTERVAL = re.compile(r"\[[0-9.]+–[0-9.]+\]")
+PAGES = ("index.html", "report.html")
+
+
+def write_report(benchmark: dict[str, Any], folder: Path) -> Path:
+    """Write index.html and report.html, the same bytes, beside the benchmark.json that they link; returns index.html.
+
+    Each file is replaced at once, so that a reader, or a run killed half-way, never sees half a page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = render(benchmark).encode("utf-8")
+    for name in PAGES:
+        _replace(folder / name, content)
+    return folder / PAGES[0]
+
+
+def render(benchmark: dict[str, Any]) -> str:
+    """The page as text."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_finalize,
+    )
+    environment.filters["whole"] = _whole
+    style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode("utf-8")).digest()).decode("ascii")
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return environment.get_template("page.html.j2").render(page=view.page(benchmark), style=Markup(style), policy=policy)
+
+
+def _finalize(value: Any) -> Any:
+    return visible(value) if type(value) is str else value  # Markup, a subclass of str, is ours and stays as it is
+
+
+def _whole(text: str) -> Markup:
+    """Text whose intervals do not break across lines."""
+    return Markup(_INTERVAL.sub(r'<span class="whole">\g<0></span>', str(escape(visible(text)))))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide the page from a web server or another user
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
