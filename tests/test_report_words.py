@@ -72,6 +72,12 @@ def test_the_headline_prefers_a_clear_win_to_a_higher_but_doubtful_mean() -> Non
     assert verdict_sentence(benchmark).startswith("DFlash is")
 
 
+def test_a_single_measurement_is_not_called_no_difference() -> None:
+    benchmark = run("no difference", 1.8349, None, None)
+    assert "one measurement" in results_table(benchmark)
+    assert "no difference" not in results_table(benchmark)
+
+
 def test_a_peer_never_takes_the_headline() -> None:
     benchmark = sample_benchmark(prompts=3)
     benchmark["results"]["arms"]["generate"] |= {"verdict": "faster", "speedup": {"mean": 9.0, "low": 8.0, "high": 9.5}}

@@ -25,7 +25,9 @@ class Row:
     mean: float | None  # speed-up over method 00; None for an inexact arm, whatever the file says
     low: float | None
     high: float | None
-    verdict: str  # "faster" | "slower" | "no difference" | "inexact" | "reference" | "noise floor" | "pending"
+    verdict: (
+        str  # "faster" | "slower" | "no difference" | "one measurement" | "inexact" | "reference" | "noise floor" | "pending"
+    )
     speed: float | None
     tau: float | None
     acceptance: float | None
@@ -95,6 +97,8 @@ def _row(benchmark: Benchmark, arm: dict[str, Any], inexact: bool, no_ratio: boo
     verdict = "inexact" if inexact else {"baseline": "reference", "control": "noise floor"}.get(kind)
     if verdict is None:
         verdict = result.get("verdict") if is_number(mean) else "pending"
+        if verdict == "no difference" and not is_number(speedup.get("low")):
+            verdict = "one measurement"  # nothing can be told apart yet, which is not the same as being equal
     mismatches = dig(benchmark, "gate", "mismatches", default=[])
     return Row(
         key=arm["key"],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dflash_mini_lab.report.format import dig, fixed, interval, listed, plural, times
 from dflash_mini_lab.report.ranking import Benchmark, Row, inexact_arms, measured_cells, planned_cells, rank
 
-_ORDER = ("faster", "no difference", "slower")
+_ORDER = ("faster", "no difference", "one measurement", "slower")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _speed(row: Row, noisy: bool) -> str:
         return f"{row.name} is {factor} faster here" + (", on a noisy machine" if noisy else "")
     if row.verdict == "slower":
         return f"{row.name} is slower here, {factor} the speed of normal decoding"
-    if row.low is None:
+    if row.verdict == "one measurement":
         return f"A single measurement puts {row.name} at {factor}, too little to call"
     if noisy:
         return f"This machine was too noisy to tell whether {row.name} helps ({factor})"

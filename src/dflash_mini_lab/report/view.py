@@ -28,6 +28,7 @@ FLOOR_WORDS = {
     "faster": "faster",
     "slower": "slower",
     "no difference": "no difference",
+    "one measurement": "one measurement",
     "inexact": "inexact, no speed-up",
     "reference": "the reference",
     "noise floor": "noise floor",
