@@ -42,8 +42,10 @@ def manifest_of(tmp_path: Path, **change: Any) -> Path:
 @pytest.mark.parametrize(
     "name",
     [
-        "../a", "..", ".", "", "/etc/passwd", "a/b", "a\\b", "..\\a", "C:a", "C:\\a", "\\\\host\\share", "a\0b", "a\nb", ".hidden", "-rf",
-        "a.", "a ", "nul", "CON.txt", "com1", "lpt9.bin", "a:stream", "～a", "a" * 200, MANIFEST, MANIFEST.upper(), 7, None, ["a"],
+        "../a", "..", ".", "", "/etc/passwd", "a/b", "a\\b",
+        "..\\a", "C:a", "C:\\a", "\\\\host\\share", "a\0b", "a\nb", ".hidden", "-rf",
+        "a.", "a ", "nul", "CON.txt", "com1", "lpt9.bin",
+        "a:stream", "～a", "a" * 200, MANIFEST, MANIFEST.upper(), 7, None, ["a"],
     ],
 )  # fmt: skip
 def test_a_name_that_could_be_another_place_is_refused(tmp_path: Path, name: Any) -> None:
@@ -65,8 +67,13 @@ def test_a_digest_that_is_none_is_refused(tmp_path: Path, digest: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"files": []}', '{"schema_version": 1, "target": "t", "files": []}', '{"schema_version": 2, "target": "t", "files": []}',
-     "[" * 100_000, '{"schema_version": 1, "target": "t", "files": {"a": 1}}', '{"schema_version": 1, "target": "t", "files": [{"name": "a"}]}'],
+    [
+        "", "{", "[]", "null", '{"files": []}', "[" * 100_000,
+        '{"schema_version": 1, "target": "t", "files": []}',
+        '{"schema_version": 2, "target": "t", "files": []}',
+        '{"schema_version": 1, "target": "t", "files": {"a": 1}}',
+        '{"schema_version": 1, "target": "t", "files": [{"name": "a"}]}',
+    ],
 )  # fmt: skip
 def test_what_is_no_manifest_is_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)

@@ -93,12 +93,12 @@ def install(python: Path, files: Sequence[Path], pins: Mapping[str, str], torch_
         torch = ["--no-deps", f"torch=={pins['torch']}"]
         if not reachable(torch_index):
             say(f"PyTorch's CPU index ({torch_index}) cannot be reached: torch comes from the default index.")
-        elif attempt([[*installer, index_flag(installer), torch_index, *torch] for installer in installers], python, say):
+        elif attempt([[*installer, index_flag(installer), torch_index, *torch] for installer in installers], say) is not None:
             say("note: torch could not be installed from PyTorch's CPU index; trying the default index.")
     wanted = [part for file in files for part in ("-r", str(file))]
-    problem = attempt([[*installer, *wanted] for installer in installers], python, say)
-    if problem:
-        raise BootstrapError(problem)
+    log = attempt([[*installer, *wanted] for installer in installers], say)
+    if log is not None:
+        raise BootstrapError(explain(log, python.parent.parent) or unexplained(log, python.parent.parent))
 
 
 def pip_installer(python: Path) -> list[str]:
@@ -109,21 +109,16 @@ def index_flag(installer: Sequence[str]) -> str:
     return "--index-url" if "-m" in installer else "--index"
 
 
-def attempt(commands: Sequence[Sequence[str]], python: Path, say: Say) -> str | None:
-    """Try the commands in order until one ends well; returns None, or why the last one did not."""
-    problem = None
+def attempt(commands: Sequence[Sequence[str]], say: Say) -> str | None:
+    """Try the commands in order until one ends well; returns None, or what the last one wrote to stderr."""
+    log = None
     for number, command in enumerate(commands):
         status, log = call(command)
         if status == 0:
             return None
-        log_file = python.parent.parent / "install.log"
-        problem = explain(log, python.parent.parent)
-        if problem is None:
-            log_file.write_text(log, encoding="utf-8")
-            problem = f"installing failed ({last_error(log)}); the whole message is in {log_file}."
         if number + 1 < len(commands):
             say(f"note: uv did not manage ({last_error(log)}); trying pip.")
-    return problem
+    return log
 
 
 def call(command: Sequence[str], output: int | None = None) -> tuple[int, str]:
@@ -213,8 +208,8 @@ def last_error(log: str) -> str:
 
 
 NETWORK = (
-    r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|timed out|ProxyError|Network is unreachable|name resolution|"
-    r"getaddrinfo|Connection refused|Connection aborted|Connection reset|dns error|Failed to fetch"
+    r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|timed out|ProxyError|Network is unreachable|"
+    r"name resolution|getaddrinfo|Connection refused|Connection aborted|Connection reset|dns error|Failed to fetch"
 )
 
 
@@ -239,10 +234,16 @@ def explain(log: str, folder: Path) -> str | None:
     missing = re.search(r"No matching distribution found for (\S+)", log)
     if missing:
         return (
-            f"the package index has no build of {missing[1].rstrip('.')} for Python {version()} on {sys.platform}; "
-            "try another Python (3.10 to 3.14, 64 bit)."
+            f"the package index offers no {missing[1].rstrip('.')} for Python {version()} on {sys.platform}; "
+            "check the network and pip's index, or try another Python (3.10 to 3.14, 64 bit)."
         )
     return None
+
+
+def unexplained(log: str, folder: Path) -> str:
+    file = folder / "install.log"
+    file.write_text(log, encoding="utf-8")
+    return f"installing failed ({last_error(log)}); the whole message is in {file}."
 
 
 def version() -> str:
