@@ -42,7 +42,7 @@ def decode(
     capacity = min(target.max_positions, len(prompt_ids) + budget + slots)
 
     started = clock.now()
-    session = target.start(prompt_ids, capacity, features=slots > 0)
+    session = target.start(prompt_ids, capacity, drafter.taps if drafter is not None and slots else None)
     tokens = [session.prefill()]
     drafting = drafter.start(session, capacity) if drafter is not None and slots else None
     now = clock.now()

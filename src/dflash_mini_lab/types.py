@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -113,6 +113,10 @@ class Session(Protocol):
         """Keep the first `rows` rows of the last `verify` call, roll the others back."""
         ...
 
+    def take_features(self) -> Any:
+        """Tapped outputs `[rows, taps · hidden]` of the tokens that entered the cache for good since the last call."""
+        ...
+
 
 class Target(Protocol):
     """A verifier."""
@@ -120,8 +124,12 @@ class Target(Protocol):
     stop_ids: frozenset[int]
     max_positions: int
 
-    def start(self, prompt_ids: Sequence[int], capacity: int, features: bool) -> Session:
-        """A session for `prompt_ids` that will hold up to `capacity` tokens. `features`: record taps for a drafter."""
+    def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> Session:
+        """A session for `prompt_ids` that will hold up to `capacity` tokens.
+
+        `taps`: target layers whose outputs a drafter will read (may be empty). None: a session of method 00, which decodes
+        single rows, records nothing and cannot be rolled back.
+        """
         ...
 
 
@@ -132,6 +140,7 @@ class DrafterSession(Protocol):
 
 
 class Drafter(Protocol):
+    taps: tuple[int, ...]
     block_size: int
     """Anchor included: a draft has at most `block_size - 1` slots."""
 

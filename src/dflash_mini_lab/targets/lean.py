@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_mini_lab.targets.packed_linear import LinearPlan, PackedLinear, measure_plan, stock_plan
+from dflash_mini_lab.packed_linear import BYTES_TO_DEFEAT_CACHE, LinearPlan, PackedLinear, measure_plan, stock_plan
+from dflash_mini_lab.rotary import interleaved_rows, rotate
 
 FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
 
@@ -77,7 +78,7 @@ class LeanCache:
         self.last_rows = 0
 
     def select(self, sequences: Tensor) -> None:
-        """Keep only the given sequences of the batch (indices `[n]`)."""
+        """Make a batch of the given sequences (indices `[n]`, repeats allowed)."""
         for store in (self.keys, self.values, self.inputs):
             for index in store:
                 store[index] = store[index].index_select(0, sequences)
@@ -133,7 +134,7 @@ class LeanDecoder:
         if cache.last_rows:
             cache.keep(cache.last_rows)
         x = F.embedding(ids, self.embedding)
-        rotation = self.rotation[past : past + rows].view(1, rows, 1, -1)
+        rotation = self.rotation[past : past + rows].view(rows, 1, -1)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             normed = F.rms_norm(x, (x.shape[-1],), layer.input_norm, self.eps)
@@ -161,7 +162,7 @@ class LeanDecoder:
         qk, v = a.qkv(x).view(batch, rows, -1, a.head_dim).split([a.heads + a.kv_heads, a.kv_heads], dim=2)
         if a.qk_norm is not None:
             qk = F.rms_norm(qk, (a.head_dim,), None, self.eps) * a.qk_norm
-        qk = _rotate(qk, rotation)
+        qk = rotate(qk, rotation)
         q, k = qk.split([a.heads, a.kv_heads], dim=2)
         keys, values = cache.keys[index], cache.values[index]
         keys[:, :, past : past + rows] = k.transpose(1, 2)
@@ -188,13 +189,6 @@ class LeanDecoder:
             table = F.pad(triangle, (capacity, 0)).repeat(groups, 1)
             self._masks[rows] = table
         return table[:, table.shape[1] - rows - past :]
-
-
-def _rotate(qk: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary embedding of interleaved pairs: `qk [batch, rows, heads, head_dim]`, `rotation [1, rows, 1, head_dim / 2]`."""
-    wide = qk if qk.dtype in (torch.float32, torch.float64) else qk.float()
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(qk.dtype)
 
 
 def _convolve(c: ShortConvolution, x: Tensor, cache: LeanCache, index: int) -> Tensor:
@@ -227,96 +221,117 @@ def unsupported_reason(config) -> str | None:
     return None
 
 
-def build_lean_decoder(model: nn.Module, capacity: int, measure: bool = True) -> LeanDecoder:
-    """Build from a transformers causal LM (weights are taken over or copied once; drop the model afterwards).
+def build_lean_decoder(model: nn.Module, capacity: int, measure: bool = True, consume: bool = False) -> LeanDecoder:
+    """Build from a transformers causal LM.
 
     `capacity`: positions to prepare, clipped to the model's own. `measure=False` keeps stock products (tests, training).
+    `consume=True` empties the model's layers as they are read, so that weights are held once; the model is unusable afterwards.
     Raises ValueError with the reason where the family or its settings are not covered.
     """
     config = model.config
     reason = unsupported_reason(config)
     if reason:
         raise ValueError(f"no lean decoder: {reason}")
+    base, head = model.model, model.lm_head
     with torch.inference_mode():
-        base = model.model
-        sources = [_layer_source(layer, config) for layer in base.layers]
-        head_weight, head_bias = model.lm_head.weight, model.lm_head.bias
-        by_shape: dict[tuple[int, ...], list[Callable[[], Tensor]]] = defaultdict(list)
-        for source in sources:
-            for _, (weight, _) in source["linears"].items():
-                by_shape[tuple(weight.shape)].append(weight)
-        by_shape[tuple(head_weight.shape)].append(head_weight)
-        make_plan = measure_plan if measure else lambda weights: stock_plan(weights[0])
-        plans = {shape: make_plan(weights) for shape, weights in by_shape.items()}
+        plans = _plans(model, measure)
 
         def linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
             return PackedLinear(weight, bias, plans[tuple(weight.shape)])
 
         layers = []
-        for source in sources:
-            linears = {name: linear(*parts) for name, parts in source.pop("linears").items()}
-            mixer = source["mixer"](linears.pop("mix_in"), linears.pop("mix_out"))
-            layers.append(Layer(mixer, source["input_norm"], source["mlp_norm"], **linears))
+        for layer in base.layers:
+            source = _layer_source(layer, config)
+            if consume:
+                for parameter in layer.parameters():
+                    parameter.data = parameter.data.new_empty(0)
+            linears = {name: linear(*source.linears.pop(name)) for name in list(source.linears)}
+            mixer = source.mixer(linears.pop("mix_in"), linears.pop("mix_out"))
+            layers.append(Layer(mixer, source.input_norm, source.mlp_norm, **linears))
         norm = base.embedding_norm if config.model_type == "lfm2" else base.norm
         return LeanDecoder(
             embedding=base.embed_tokens.weight.detach(),
             layers=layers,
             final_norm=norm.weight.detach(),
-            head=linear(head_weight.detach(), head_bias),
+            head=linear(head.weight.detach(), head.bias),
             eps=norm.variance_epsilon,
             rotation=_rotation_table(base.rotary_emb, min(capacity, config.max_position_embeddings), norm.weight.dtype),
             plans=list(plans.values()),
         )
 
 
-def _layer_source(layer: nn.Module, config) -> dict:
-    """One library layer's tensors under common names: fused linears, norms, and a function that builds its mixer."""
+def _plans(model: nn.Module, measure: bool) -> dict[tuple[int, ...], LinearPlan]:
+    """A plan for every weight shape, measured on the first layers that together are too large for the processor's cache."""
+    weights: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    head = model.lm_head.weight.detach()
+    weights[tuple(head.shape)].append(head)
+    if not measure:
+        for layer in model.model.layers:
+            for weight, _ in _layer_source(layer, model.config).linears.values():
+                weights[tuple(weight.shape)] = [weight]
+        return {shape: stock_plan(ws[0]) for shape, ws in weights.items()}
+    for layer in model.model.layers:
+        for weight, _ in _layer_source(layer, model.config).linears.values():
+            known = weights[tuple(weight.shape)]
+            if sum(w.numel() * w.element_size() for w in known) < BYTES_TO_DEFEAT_CACHE:
+                known.append(weight)
+    return {shape: measure_plan(ws) for shape, ws in weights.items()}
+
+
+@dataclass(frozen=True)
+class _LayerSource:
+    """One library layer's tensors under common names: fused (weight, bias) pairs, norms, and what builds its mixer."""
+
+    linears: dict[str, tuple[Tensor, Tensor | None]]
+    input_norm: Tensor
+    mlp_norm: Tensor
+    mixer: Callable[[PackedLinear, PackedLinear], Attention | ShortConvolution]
+
+
+def _layer_source(layer: nn.Module, config) -> _LayerSource:
     lfm2 = config.model_type == "lfm2"
     mlp = layer.feed_forward if lfm2 else layer.mlp
     gate, up, down = (mlp.w1, mlp.w3, mlp.w2) if lfm2 else (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    source = {
-        "input_norm": (layer.operator_norm if lfm2 else layer.input_layernorm).weight.detach(),
-        "mlp_norm": (layer.ffn_norm if lfm2 else layer.post_attention_layernorm).weight.detach(),
-        "linears": {"gate_up": _fuse([gate, up]), "down": _fuse([down])},
-    }
-    if lfm2 and not layer.is_attention_layer:
-        conv = layer.conv
-        source["linears"] |= {"mix_in": _fuse([conv.in_proj]), "mix_out": _fuse([conv.out_proj])}
-        kernel = conv.conv.weight.detach().squeeze(1).t().contiguous()
-        bias = None if conv.conv.bias is None else conv.conv.bias.detach()
-        source["mixer"] = lambda mix_in, mix_out: ShortConvolution(mix_in, mix_out, kernel, bias)
-        return source
-    attention = layer.self_attn
-    head_dim = attention.head_dim
+    read = _convolution_source if lfm2 and not layer.is_attention_layer else _attention_source
+    mix_in, mix_out, mixer = read(layer, config)
+    return _LayerSource(
+        linears={"mix_in": mix_in, "mix_out": mix_out, "gate_up": _fuse([gate, up]), "down": _fuse([down])},
+        input_norm=(layer.operator_norm if lfm2 else layer.input_layernorm).weight.detach(),
+        mlp_norm=(layer.ffn_norm if lfm2 else layer.post_attention_layernorm).weight.detach(),
+        mixer=mixer,
+    )
+
+
+def _convolution_source(layer: nn.Module, config) -> tuple:
+    conv = layer.conv
+    kernel = conv.conv.weight.detach().squeeze(1).t().contiguous()
+    bias = None if conv.conv.bias is None else conv.conv.bias.detach()
+    return _fuse([conv.in_proj]), _fuse([conv.out_proj]), lambda i, o: ShortConvolution(i, o, kernel, bias)
+
+
+def _attention_source(layer: nn.Module, config) -> tuple:
+    attention, head_dim = layer.self_attn, layer.self_attn.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    out = attention.out_proj if lfm2 else attention.o_proj
-    rows = torch.cat([_interleave(heads + kv_heads, head_dim), torch.arange(kv_heads * head_dim) + (heads + kv_heads) * head_dim])
+    lfm2 = config.model_type == "lfm2"
     weight, bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-    rows = rows.to(weight.device)
-    source["linears"] |= {"mix_in": (weight[rows], None if bias is None else bias[rows]), "mix_out": _fuse([out])}
-    norms = (getattr(attention, "q_layernorm", None), getattr(attention, "k_layernorm", None))
-    if norms[0] is None:
-        norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+    rotated = interleaved_rows(heads + kv_heads, head_dim)
+    rows = torch.cat([rotated, torch.arange(len(rotated), len(weight))]).to(weight.device)
+    names = ("q_layernorm", "k_layernorm") if lfm2 else ("q_norm", "k_norm")
     qk_norm = None
-    if norms[0] is not None:
-        order = _interleave(1, head_dim).to(weight.device)
-        qk_norm = torch.cat([n.weight.detach()[order].expand(c, -1) for n, c in zip(norms, (heads, kv_heads), strict=True)])
-    source["mixer"] = lambda mix_in, mix_out: Attention(mix_in, mix_out, qk_norm, heads, kv_heads, head_dim)
-    return source
+    if hasattr(attention, names[0]):
+        order = interleaved_rows(1, head_dim).to(weight.device)
+        counts = (heads, kv_heads)
+        norms = [getattr(attention, name).weight.detach()[order] for name in names]
+        qk_norm = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
+    out = attention.out_proj if lfm2 else attention.o_proj
+    mix_in = (weight[rows], None if bias is None else bias[rows])
+    return mix_in, _fuse([out]), lambda i, o: Attention(i, o, qk_norm, heads, kv_heads, head_dim)
 
 
 def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
     biases = [linear.bias for linear in linears]
     return weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-
-
-def _interleave(heads: int, head_dim: int) -> Tensor:
-    """Row order that puts the rotary pair (i, i + head_dim/2) side by side in every head. The dot product of a query
-    and a key does not change when both are permuted alike."""
-    half = head_dim // 2
-    pairs = torch.stack([torch.arange(half), torch.arange(half) + half], dim=1).flatten()
-    return (torch.arange(heads)[:, None] * head_dim + pairs).flatten()
 
 
 def _rotation_table(rotary: nn.Module, positions: int, dtype: torch.dtype) -> Tensor:

@@ -43,16 +43,23 @@ def continue_batch(
 ) -> Iterator[Trajectory]:
     """Continue `prompts [batch, length]` until a stop token (kept as the last token) or `new_tokens`; greedy at temperature 0.
 
-    Yields each trajectory as it finishes, not in the order of the prompts.
+    What all prompts begin with (a chat template) is computed once. Yields each trajectory as it finishes, not in the order of
+    the prompts.
     """
     batch, length = prompts.shape
-    cache = decoder.new_cache(length + new_tokens, batch)
+    shared = min(int((prompts == prompts[0]).all(dim=0).cumprod(0).sum()), length - 1)
+    cache = decoder.new_cache(length + new_tokens)
     tokens = torch.zeros(batch, length + new_tokens, dtype=torch.long)
     tokens[:, :length] = prompts
     features = torch.zeros(batch, length + new_tokens - 1, len(taps), decoder.hidden_size, dtype=decoder.dtype)
     stops = torch.tensor(list(stop_ids))
     going = torch.ones(batch, dtype=torch.bool)
-    step = prompts
+    if shared:
+        _, tapped = decoder.forward(prompts[:1, :shared], cache, taps)
+        if taps:
+            features[:, :shared] = torch.stack(tapped, dim=2)
+    cache.select(torch.zeros(batch, dtype=torch.long))
+    step = prompts[:, shared:]
     for position in range(length, length + new_tokens):
         hidden, tapped = decoder.forward(step, cache, taps)
         if taps:

@@ -1,0 +1,83 @@
+"""The arms of a run: method 00 twice, the other methods, the peers; and how one of them answers one prompt."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dflash_mini_lab.benchmark import peers
+from dflash_mini_lab.benchmark.engine import Engine
+from dflash_mini_lab.benchmark.results import BASELINE, CONTROL
+from dflash_mini_lab.decoding import decode
+from dflash_mini_lab.measurement.step_log import COUNTS, PHASES
+from dflash_mini_lab.methods import by_key
+from dflash_mini_lab.types import Clock, Decoded
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An entry of benchmark.json's `arms`. `verify_width`: rows of a full verifier call, anchor included."""
+
+    key: str
+    name: str
+    kind: str
+    summary: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    settings_source: str | None = None
+    verify_width: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_arms(
+    method_keys: Sequence[str], peer_keys: Sequence[str], block_size: int, verify_width: int | None, chosen: Mapping[str, Any]
+) -> list[Arm]:
+    """Arms in the order in which tables list them. `chosen`: method key → its calibrated settings, `verify_width` among them.
+
+    Method 00 is always measured, twice; `verify_width` is the user's own, and beats a calibrated one.
+    """
+    normal = by_key(BASELINE)
+    again = f"{normal.name}, again"
+    arms = [
+        Arm(BASELINE, normal.name, "baseline", normal.summary, verify_width=1),
+        Arm(CONTROL, again, "control", "method 00 a second time: the noise floor of the run", verify_width=1),
+    ]
+    for key in method_keys:
+        method = by_key(key)
+        if method.key == BASELINE:
+            continue
+        calibrated = dict(chosen.get(method.key, {}))
+        width = min(verify_width or calibrated.pop("verify_width", block_size), block_size)
+        calibrated.pop("verify_width", None)
+        source = "calibrated" if method.key in chosen else "flag" if verify_width else "default"
+        arms.append(Arm(method.key, method.name, "method", method.summary, {**method.settings, **calibrated}, source, width))
+    for key in peer_keys:
+        peer = peers.by_key(key)
+        arms.append(Arm(peer.key, peer.name, "peer", peer.summary, dict(peer.settings)))
+    return arms
+
+
+def answer(engine: Engine, stock: Any, arm: Arm, prompt_ids: Sequence[int], budget: int, clock: Clock) -> dict[str, Any]:
+    """One arm's answer to one prompt, as an entry of a cell's `runs`. `stock`: the library's model, for peers only."""
+    target = engine.target
+    if arm.kind == "peer":
+        limit = stock.config.max_position_embeddings
+        answered = peers.answer(peers.by_key(arm.key), stock, prompt_ids, budget, target.stop_ids, limit, clock)
+        return {"arm": arm.key, **asdict(answered), "tokens": list(answered.tokens), "steps": None}
+    key = BASELINE if arm.key == CONTROL else arm.key
+    drafter = engine.drafter if arm.kind == "method" else None
+    decoded = decode(target, prompt_ids, by_key(key), budget, clock, drafter, arm.settings, arm.verify_width)
+    return {
+        "arm": arm.key,
+        "tokens": list(decoded.tokens),
+        "finish": decoded.finish,
+        "prefill_seconds": decoded.prefill_seconds,
+        "decode_seconds": decoded.decode_seconds,
+        "steps": step_columns(decoded),
+    }
+
+
+def step_columns(decoded: Decoded) -> dict[str, list[Any]]:
+    """A step log by columns, as benchmark.json keeps it."""
+    return {name: [getattr(step, name) for step in decoded.steps] for name in (*COUNTS, *PHASES)}

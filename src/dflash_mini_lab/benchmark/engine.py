@@ -1,0 +1,43 @@
+"""What a benchmark needs of a model and its drafter, in two bundles: what is known before weights are read, and what runs.
+
+The same two for every backend, and for a test's tiny model.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_mini_lab.exactness import LogitsOf
+from dflash_mini_lab.types import Drafter, Target
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A verifier and its drafter, ready to decode. `path_logits(prompt ids)` gives the target's own logits for an answer to it:
+    the second of the two paths that a verdict compares."""
+
+    target: Target
+    drafter: Drafter | None
+    path_logits: Callable[[Sequence[int]], LogitsOf]
+    linear_plans: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A target as its files describe it. `stock()` lends the library's own model, for references, peers and verdicts.
+
+    `build(capacity)` makes the engine for sequences of up to `capacity` tokens. `block_size` is 1 without a drafter.
+    """
+
+    stop_ids: frozenset[int]
+    max_positions: int
+    block_size: int
+    encode_prompt: Callable[[str], list[int]]
+    decode_text: Callable[[Sequence[int]], str]
+    stock: Callable[[], AbstractContextManager[Any]]
+    build: Callable[[int], Engine]
+    target_facts: dict[str, Any]
+    drafter_facts: dict[str, Any] | None
+    device: str = "cpu"

@@ -1,0 +1,144 @@
+"""From settings to a `Model`: catalogue, files and their digests, tokenizer, drafter. Weights are read when asked for."""
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from dflash_mini_lab import artifacts
+from dflash_mini_lab.benchmark.engine import Engine, Model
+from dflash_mini_lab.catalog import Entry, resolve
+from dflash_mini_lab.settings import Settings
+from dflash_mini_lab.types import UserError
+
+Say = Callable[[str], None]
+
+
+def load_model(settings: Settings, say: Say) -> Model:
+    """The target of `settings` with its drafter. A target without artifacts has one trained first, and it is said.
+
+    Raises UserError for whatever cannot be had. Without a drafting method in `settings.methods`, no drafter is asked for.
+    """
+    from dflash_mini_lab.targets.loading import load_target
+    from dflash_mini_lab.targets.weights import fetch
+
+    entry = resolve(settings.target)
+    where = fetch(entry, settings.cache, say)
+    folder = None
+    if any(key != "00" for key in settings.methods):
+        folder = artifacts.locate(settings, entry.name, say)
+        if folder is None:
+            say(f"There is no drafter for {entry.name} yet: training one first (--prepare-minutes N limits it).")
+            from dflash_mini_lab.training.prepare import prepare
+
+            folder = prepare(settings)
+    loaded = load_target(entry.name, where, settings.dtype, entry.prompt_format)
+    checkpoint = _read_drafter(folder)
+    keep_stock = bool(settings.peers)
+
+    @contextmanager
+    def stock() -> Iterator[Any]:
+        """Loaded when first asked for, and kept until the target takes its weights over; with peers, to the end."""
+        yield loaded.stock_model()
+
+    def build(capacity: int) -> Engine:
+        drafter = None
+        if checkpoint:
+            from dflash_mini_lab.drafters.block import BlockDrafter
+
+            model = loaded.stock_model()
+            embedding, head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+            drafter = BlockDrafter(*checkpoint, embedding, head, capacity)
+        target = loaded.build(capacity, keep_stock=keep_stock)
+
+        def path_logits(prompt_ids: Any) -> Any:
+            return lambda tokens: target.logits([*prompt_ids, *tokens])[len(prompt_ids) - 1 :].float().cpu().numpy()
+
+        plans = [*target.plans, *(drafter.plans if drafter else [])]
+        return Engine(target, drafter, path_logits, [plan.as_json() for plan in plans])
+
+    return Model(
+        stop_ids=loaded.stop_ids,
+        max_positions=loaded.config.max_position_embeddings,
+        block_size=checkpoint[0].block_size if checkpoint else 1,
+        encode_prompt=loaded.encode_prompt,
+        decode_text=loaded.decode_text,
+        stock=stock,
+        build=build,
+        target_facts=_target_facts(entry, where, settings, loaded.facts()),
+        drafter_facts=_drafter_facts(entry, folder, checkpoint[0]) if folder and checkpoint else None,
+    )
+
+
+def _read_drafter(folder: Path | None) -> tuple[Any, dict[str, Any]] | None:
+    from dflash_mini_lab.drafters.checkpoint import load_checkpoint
+
+    return load_checkpoint(folder) if folder else None
+
+
+def _target_facts(entry: Entry, where: Path, settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "source": entry.source,
+        "license": entry.license,
+        **facts,
+        **weights_facts(where),
+        "dtype": settings.dtype,
+        "device": "cpu",
+    }
+
+
+def _drafter_facts(entry: Entry, folder: Path, config: Any) -> dict[str, Any]:
+    manifest = artifacts.read_manifest(folder / artifacts.MANIFEST) if (folder / artifacts.MANIFEST).is_file() else None
+    files = manifest.files if manifest else ()
+    tensors = safetensors_shapes(folder / "model.safetensors")
+    rows = tensors.get("draft_to_target", [config.vocabulary])[0]
+    return {
+        "name": entry.name,
+        "files": [{"name": file.name, "sha256": file.sha256, "bytes": file.bytes} for file in files],
+        "block_size": config.block_size,
+        "taps": list(config.taps),
+        "layers": config.layers,
+        "draft_vocabulary": rows,
+        "parameters": sum(prod(shape) for name, shape in tensors.items() if name != "draft_to_target"),
+        "provenance": _provenance(folder),
+    }
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
+    """`provenance.json` beside the weights, or the manifest's `facts`; empty where a checkpoint has neither."""
+    for name, key in (("provenance.json", None), (artifacts.MANIFEST, "facts")):
+        path = folder / name
+        if path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found = content.get(key) if key else content
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def weights_facts(folder: Path) -> dict[str, Any]:
+    """Parameters, bytes and digest of a folder's safetensors files; for several, the digest of their `name digest` lines."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: has no safetensors weights; the lab reads no pickled ones.")
+    digests = {path.name: artifacts.sha256(path) for path in files}
+    together = "".join(f"{name} {digest}\n" for name, digest in digests.items())
+    return {
+        "parameters": sum(prod(shape) for path in files for shape in safetensors_shapes(path).values()),
+        "weights_sha256": next(iter(digests.values())) if len(digests) == 1 else hashlib.sha256(together.encode()).hexdigest(),
+        "weights_bytes": sum(path.stat().st_size for path in files),
+    }
+
+
+def safetensors_shapes(path: Path) -> dict[str, list[int]]:
+    """Tensor name → shape, from the file's header alone."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}

@@ -1,0 +1,143 @@
+"""The benchmark command, from settings to exit status: it reads as the order of events.
+
+Report and JSON are written before the exit status is decided, so that a failure can be studied.
+"""
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+from dflash_mini_lab.benchmark import results, session
+from dflash_mini_lab.benchmark.engine import Model
+from dflash_mini_lab.benchmark.loading import load_model
+from dflash_mini_lab.benchmark.session import Session
+from dflash_mini_lab.benchmark_file import Benchmark, schema_errors, write
+from dflash_mini_lab.measurement.clock import clock_for
+from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_texts
+from dflash_mini_lab.report import write_report
+from dflash_mini_lab.report.terminal import print_summary
+from dflash_mini_lab.settings import Settings
+from dflash_mini_lab.types import Clock
+
+BENCHMARK_FILE = "benchmark.json"
+PROMPT_FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+OK, USAGE, INEXACT, INTERRUPTED = 0, 2, 3, 130
+
+
+def run_benchmark(settings: Settings, argv: Sequence[str]) -> int:
+    """Measure what `settings` ask for, leave benchmark.json and the report in `settings.output_dir`, return the exit status.
+
+    `settings.methods`: keys, 00 among them. Raises UserError for a mistake of the user's.
+    """
+    prompts, calibration_prompts = choose_prompts(settings)
+    set_threads(settings.cpu_threads)
+    model = load_model(settings, say)
+    return measure(settings, argv, model, prompts, calibration_prompts, clock_for(model.device))
+
+
+def measure(
+    settings: Settings,
+    argv: Sequence[str],
+    model: Model,
+    prompts: Sequence[Prompt],
+    calibration_prompts: Sequence[Prompt],
+    clock: Clock,
+    save: Callable[[Path, Benchmark], None] = write,
+) -> int:
+    """The run itself, for any model: references, calibration, cost curve, cells, verdicts, results, report."""
+    run = Session(
+        model=model,
+        prompts=prompts,
+        encoded=encode_prompts(prompts, model.encode_prompt, model.max_positions),
+        calibration=encode_prompts(calibration_prompts, model.encode_prompt, model.max_positions),
+        settings=settings_entry(settings),
+        path=settings.output_dir / BENCHMARK_FILE,
+        clock=clock,
+        save=save,
+    )
+    benchmark = session.new_benchmark(run, argv)
+    if settings.resume and run.path.exists():
+        benchmark = session.resumed(run, benchmark)
+        say(f"Continuing {run.path}: {len(benchmark['cells'])} cells are there.")
+    elif settings.resume:
+        say(f"There is nothing to resume in {settings.output_dir}: starting.")
+    interrupted = False
+    try:
+        take_measurements(run, benchmark)
+    except KeyboardInterrupt:
+        interrupted = True
+    session.conclude(run, benchmark)
+    page = write_report(benchmark, settings.output_dir)
+    print_summary(benchmark, sys.stdout, shutil.get_terminal_size().columns)
+    say(f"Report: {page}")
+    for error in schema_errors(benchmark):
+        say(f"warning: {run.path} does not fit its schema: {error}")
+    return INTERRUPTED if interrupted else exit_status(benchmark)
+
+
+def take_measurements(run: Session, benchmark: Benchmark) -> None:
+    """Everything that needs a model. What the benchmark already has is not measured again."""
+    if benchmark["complete"] and benchmark["gate"]["verdict"] != "pending":
+        return
+    with ExitStack() as peers_model:
+        with run.model.stock() as stock:
+            references = session.take_references(run, benchmark, stock)
+            expected = session.take_calibration_references(run, benchmark, stock)
+        engine = run.model.build(session.capacity(run))
+        benchmark["linear_plans"] = benchmark["linear_plans"] or engine.linear_plans
+        stock = peers_model.enter_context(run.model.stock() if run.settings["peers"] else nullcontext())
+        session.take_calibration(run, benchmark, engine, expected)
+        session.take_verify_cost(run, benchmark, engine)
+        session.run_cells(run, benchmark, engine, stock)
+    session.judge_mismatches(run, benchmark, engine, references)
+
+
+def exit_status(benchmark: Benchmark) -> int:
+    return INEXACT if results.gate_fails(benchmark) else OK
+
+
+def choose_prompts(settings: Settings, folder: Path = PROMPT_FOLDER) -> tuple[list[Prompt], list[Prompt]]:
+    """The first prompts of the user's file or of the lab's, and the first calibration prompts. An overlap is refused."""
+    measured = load_prompts(settings.prompts or folder / "prompts.json")
+    tuned = load_prompts(folder / "calibration_prompts.json")
+    refuse_overlap(measured, tuned, training_texts(folder / "train_seeds.json"))
+    return measured[: settings.prompt_limit], tuned[: settings.calibration_prompt_limit]
+
+
+def settings_entry(settings: Settings) -> dict[str, Any]:
+    """The `settings` of benchmark.json: everything that makes another experiment when it changes."""
+    return {
+        "tokens": settings.tokens,
+        "repeats": settings.repeats,
+        "prompt_limit": settings.prompt_limit,
+        "warmup_cells": settings.warmup_cells,
+        "seed": settings.seed,
+        "threads": settings.cpu_threads or default_threads(),
+        "dtype": settings.dtype,
+        "methods": list(settings.methods),
+        "peers": list(settings.peers),
+        "verify_width": settings.verify_width,
+        "calibration_tokens": settings.calibration_tokens,
+        "calibration_prompt_limit": settings.calibration_prompt_limit,
+    }
+
+
+def set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def default_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def say(line: str) -> None:
+    print(line, flush=True)

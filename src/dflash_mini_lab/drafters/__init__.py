@@ -1,0 +1,1 @@
+"""Drafters: the block drafter of DFlash and the checkpoint format it shares with published ones."""

@@ -1,0 +1,77 @@
+"""The lean decoder as a target: sessions that prefill, verify and roll back one prompt."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_mini_lab.targets.features import FeatureLog
+from dflash_mini_lab.targets.lean import LeanDecoder
+
+
+class LeanTarget:
+    """See types.Target. Greedy ids are reduced where the logits are; only W integers cross to the host."""
+
+    path = "lean"
+
+    def __init__(self, decoder: LeanDecoder, stop_ids: frozenset[int], vocabulary: int) -> None:
+        """`vocabulary`: ids that may be emitted; padded rows of the head beyond it never are."""
+        self.decoder, self.stop_ids, self.vocabulary = decoder, stop_ids, vocabulary
+        self.max_positions = len(decoder.rotation)
+        self.embedding = decoder.embedding
+        self.plans = decoder.plans
+
+    def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> LeanSession:
+        return LeanSession(self, prompt_ids, capacity, taps)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits `[len(ids), vocabulary]` after every token of a fresh pass, as the gate compares them."""
+        cache = self.decoder.new_cache(len(ids))
+        hidden, _ = self.decoder.forward(self._ids(ids), cache)
+        return self.decoder.logits(hidden[0])[:, : self.vocabulary]
+
+    def _ids(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([list(ids)], device=self.embedding.device)
+
+
+class LeanSession:
+    """See types.Session."""
+
+    def __init__(self, target: LeanTarget, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> None:
+        self.target, self.prompt_ids, self.taps = target, prompt_ids, tuple(taps or ())
+        self.cache = target.decoder.new_cache(capacity)
+        self.features = FeatureLog(len(self.taps) * target.embedding.shape[1], target.embedding)
+
+    @property
+    def length(self) -> int:
+        return self.cache.length
+
+    @torch.inference_mode()
+    def prefill(self) -> int:
+        first = self._extend(self.prompt_ids, last_only=True)[-1]
+        self.keep(len(self.prompt_ids))
+        return first
+
+    @torch.inference_mode()
+    def decode_one(self, token: int) -> int:
+        return self._extend([token])[0]
+
+    @torch.inference_mode()
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        return self._extend(tokens)
+
+    def keep(self, rows: int) -> None:
+        self.cache.keep(rows)
+        self.features.keep(rows)
+
+    def take_features(self) -> Tensor:
+        return self.features.take()
+
+    def _extend(self, tokens: Sequence[int], last_only: bool = False) -> list[int]:
+        decoder = self.target.decoder
+        hidden, tapped = decoder.forward(self.target._ids(tokens), self.cache, self.taps)
+        self.features.record([rows[0] for rows in tapped])
+        logits = decoder.logits(hidden[0, -1:] if last_only else hidden[0])
+        return logits[:, : self.target.vocabulary].argmax(dim=-1).tolist()

@@ -1,0 +1,130 @@
+"""Any causal LM of transformers whose cache can be cropped, as a target: the library's own modules, cache and rollback.
+
+Linear layers are replaced by packed ones. Rollback: `activate_past_recording` before decoding, `crop` after every verify call.
+Recording disables LFM2's fused one-token path, so sessions of method 00 do not record.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from dflash_mini_lab.packed_linear import PackedLinear, measure_plan
+from dflash_mini_lab.targets.features import FeatureLog
+from dflash_mini_lab.types import UserError
+
+
+class LibraryTarget:
+    """See types.Target."""
+
+    path = "library"
+
+    def __init__(self, model: nn.Module, stop_ids: frozenset[int], vocabulary: int, measure: bool = True) -> None:
+        self.model, self.stop_ids, self.vocabulary = model, stop_ids, vocabulary
+        self.max_positions = model.config.max_position_embeddings
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.plans = _pack_linears(model) if measure else []
+
+    def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> LibrarySession:
+        return LibrarySession(self, prompt_ids, taps)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits `[len(ids), vocabulary]` after every token of a fresh pass, as the gate compares them."""
+        return self.model(self._ids(ids), use_cache=False).logits[0, :, : self.vocabulary]
+
+    def _ids(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([list(ids)], device=self.embedding.device)
+
+
+class LibrarySession:
+    """See types.Session."""
+
+    def __init__(self, target: LibraryTarget, prompt_ids: Sequence[int], taps: Sequence[int] | None) -> None:
+        self.target, self.prompt_ids, self.taps = target, prompt_ids, tuple(taps or ())
+        layers = target.model.config.num_hidden_layers
+        if any(not 0 <= tap < layers - 1 for tap in self.taps):
+            raise UserError(f"Taps {self.taps} must lie in 0 … {layers - 2}: the library norms the last layer's output.")
+        self.cache = DynamicCache(config=target.model.config)
+        self.recording = taps is not None
+        if self.recording:
+            self.cache.activate_past_recording()
+        self.length = 0
+        self._last_rows = 0
+        self.features = FeatureLog(len(self.taps) * target.embedding.shape[1], target.embedding)
+
+    def prefill(self) -> int:
+        first = self._extend(self.prompt_ids, last_only=True)[-1]
+        if self.recording:
+            self.keep(len(self.prompt_ids))
+        return first
+
+    def decode_one(self, token: int) -> int:
+        return self._extend([token])[0]
+
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        if not self.recording:
+            raise RuntimeError("a session of method 00 cannot be rolled back; start it with taps")
+        return self._extend(tokens)
+
+    @torch.inference_mode()
+    def keep(self, rows: int) -> None:
+        dropped = self._last_rows - rows
+        if not 0 <= rows <= self._last_rows:
+            raise ValueError(f"keep({rows}): the last call had {self._last_rows} rows")
+        self.cache.crop(-dropped)
+        self.length -= dropped
+        self._last_rows = 0
+        self.features.keep(rows)
+
+    def take_features(self) -> Tensor:
+        return self.features.take()
+
+    @torch.inference_mode()
+    def _extend(self, tokens: Sequence[int], last_only: bool = False) -> list[int]:
+        wanted = [tap + 1 for tap in self.taps]
+        output = self.target.model(
+            self.target._ids(tokens),
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=1 if last_only else len(tokens),
+            output_hidden_states=wanted or False,
+        )
+        self.length += len(tokens)
+        self._last_rows = len(tokens)
+        if wanted:
+            hidden = output.hidden_states
+            self.features.record([hidden[index][0] for index in wanted])
+        return output.logits[0, :, : self.target.vocabulary].argmax(dim=-1).tolist()
+
+
+class _PackedModule(nn.Module):
+    """A packed linear where the library expects a module."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _pack_linears(model: nn.Module) -> list:
+    places: dict[tuple[int, ...], list[tuple[nn.Module, str]]] = defaultdict(list)
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                places[tuple(child.weight.shape)].append((parent, name))
+    plans = []
+    with torch.inference_mode():
+        for where in places.values():
+            plan = measure_plan([getattr(parent, name).weight.detach() for parent, name in where])
+            plans.append(plan)
+            for parent, name in where:
+                old = getattr(parent, name)
+                bias = None if old.bias is None else old.bias.detach()
+                setattr(parent, name, _PackedModule(PackedLinear(old.weight.detach(), bias, plan)))
+    return plans

@@ -1,0 +1,137 @@
+"""From a catalogue entry to a verifier: tokenizer, stock model, and the target built from its weights.
+
+The stock model is the gate's reference and is loaded as the library loads it; the target takes the weights over afterwards.
+Hub ids go through huggingface_hub with its own cache and environment variables (`HF_HOME`, `HF_HUB_OFFLINE`).
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as library_logging
+
+from dflash_mini_lab.targets.lean import build_lean_decoder, unsupported_reason
+from dflash_mini_lab.targets.lean_target import LeanTarget
+from dflash_mini_lab.targets.library_target import LibraryTarget
+from dflash_mini_lab.types import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class LoadedTarget:
+    """A target's parts, loaded when first asked for. `where`: a folder or a hub id, as `from_pretrained` takes it."""
+
+    name: str
+    where: str
+    dtype: torch.dtype
+    config: Any
+    tokenizer: Any
+    prompt_format: str
+    stop_ids: frozenset[int]
+    path_reason: str | None
+    """Why the library path is used instead of the lean decoder; None on the lean path."""
+    _stock: Any = field(default=None, repr=False)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that may be emitted: rows of a padded embedding beyond the tokenizer are not among them."""
+        return min(self.config.vocab_size, len(self.tokenizer))
+
+    def stock_model(self) -> Any:
+        """The library's model, loaded once and kept until `release_stock`."""
+        if self._stock is None:
+            self._stock = _from_pretrained(AutoModelForCausalLM, self.where, dtype=self.dtype).eval()
+        return self._stock
+
+    def release_stock(self) -> None:
+        self._stock = None
+
+    def build(self, capacity: int, measure: bool = True, keep_stock: bool = False) -> LeanTarget | LibraryTarget:
+        """The verifier, for sequences of up to `capacity` tokens. Unless `keep_stock`, its weights are taken from the stock
+        model, which is then gone."""
+        if self.path_reason is None:
+            decoder = build_lean_decoder(self.stock_model(), capacity, measure, consume=not keep_stock)
+            target: LeanTarget | LibraryTarget = LeanTarget(decoder, self.stop_ids, self.vocabulary)
+        else:
+            model = _from_pretrained(AutoModelForCausalLM, self.where, dtype=self.dtype).eval() if keep_stock else self.stock_model()
+            target = LibraryTarget(model, self.stop_ids, self.vocabulary, measure)
+        if not keep_stock:
+            self.release_stock()
+        return target
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a user's prompt, inside the chat template where the target has one. Raises UserError if empty."""
+        if not text.strip():
+            raise UserError("A prompt is empty: there is nothing to continue.")
+        if self.prompt_format == "chat":
+            turns = [{"role": "user", "content": text}]
+            return list(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
+        return list(self.tokenizer(text)["input_ids"])
+
+    def decode_text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def facts(self) -> dict[str, Any]:
+        """What benchmark.json records of the model itself."""
+        template = self.tokenizer.chat_template if self.prompt_format == "chat" else None
+        return {
+            "family": self.config.model_type,
+            "layers": self.config.num_hidden_layers,
+            "hidden_size": self.config.hidden_size,
+            "vocabulary": self.vocabulary,
+            "max_positions": self.config.max_position_embeddings,
+            "prompt_format": self.prompt_format,
+            "chat_template_sha256": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
+            "path": "lean" if self.path_reason is None else "library",
+            "path_reason": self.path_reason,
+        }
+
+
+def load_target(name: str, where: str | Path, dtype: str = "float32", prompt_format: str | None = None) -> LoadedTarget:
+    """Config, tokenizer and stop tokens of the model at `where` (a folder or a hub id); the weights wait until needed.
+
+    `prompt_format`: `chat`, `plain`, or None for chat where the tokenizer has a template. Raises UserError where the model
+    cannot be read or `chat` is asked for without a template.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"Unknown dtype {dtype!r}; known: {', '.join(DTYPES)}.")
+    where = str(where)
+    library_logging.disable_progress_bar()
+    config = _from_pretrained(AutoConfig, where)
+    tokenizer = _from_pretrained(AutoTokenizer, where)
+    if prompt_format == "chat" and not tokenizer.chat_template:
+        raise UserError(f"{where}: no chat template, so its prompts must be plain text.")
+    return LoadedTarget(
+        name=name,
+        where=where,
+        dtype=DTYPES[dtype],
+        config=config,
+        tokenizer=tokenizer,
+        prompt_format=prompt_format or ("chat" if tokenizer.chat_template else "plain"),
+        stop_ids=_stop_ids(where, config),
+        path_reason=unsupported_reason(config),
+    )
+
+
+def _stop_ids(where: str, config: Any) -> frozenset[int]:
+    try:
+        stops = GenerationConfig.from_pretrained(where).eos_token_id
+    except OSError:
+        stops = None
+    if stops is None:
+        stops = config.eos_token_id
+    return frozenset(() if stops is None else [stops] if isinstance(stops, int) else stops)
+
+
+def _from_pretrained(loader: Any, where: str, **options: Any) -> Any:
+    try:
+        return loader.from_pretrained(where, **options)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where}: cannot be loaded ({reason[:300]}).") from error

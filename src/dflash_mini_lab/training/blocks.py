@@ -1,0 +1,62 @@
+"""Training batches: random anchors in the answers, their block inputs, and the labels of every slot."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_mini_lab.training.losses import UNTRAINED
+from dflash_mini_lab.training.shards import Sequence, read_features
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """features `[N, tokens, taps · hidden]`; anchors, anchor_ids `[N, A]`; labels `[N, A, S]` in target ids or UNTRAINED."""
+
+    features: Tensor
+    lengths: Tensor
+    anchors: Tensor
+    anchor_ids: Tensor
+    labels: Tensor
+
+
+def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generator: torch.Generator) -> Blocks:
+    """`anchors` random blocks from each sequence. An anchor is an answer token that has a successor."""
+    read = [read_features(sequence) for sequence in sequences]
+    longest = max(len(rows) for rows in read)
+    features = torch.zeros(len(read), longest, read[0].shape[1], dtype=read[0].dtype)
+    places, ids, labels = [], [], []
+    for index, (sequence, rows) in enumerate(zip(sequences, read, strict=True)):
+        features[index, : len(rows)] = rows
+        last = len(sequence.tokens) - 2
+        place = torch.randint(min(sequence.prompt_length, last), last + 1, (anchors,), generator=generator)
+        slots = place[:, None] + torch.arange(1, block_size)
+        inside = slots < len(sequence.tokens)
+        label = sequence.tokens[slots.clamp(max=len(sequence.tokens) - 1)]
+        places.append(place)
+        ids.append(sequence.tokens[place])
+        labels.append(torch.where(inside, label, UNTRAINED))
+    lengths = torch.tensor([len(rows) for rows in read])
+    return Blocks(features, lengths, torch.stack(places), torch.stack(ids), torch.stack(labels))
+
+
+def choose_draft_vocabulary(sequences: Iterable[Sequence], size: int, vocabulary: int) -> Tensor:
+    """The `size` most frequent answer tokens, ascending (`draft_to_target`). Fewer seen: filled up with the lowest unseen ids."""
+    counts: Counter[int] = Counter()
+    for sequence in sequences:
+        counts.update(sequence.tokens[sequence.prompt_length :].tolist())
+    size = min(size, vocabulary)
+    chosen = [token for token, _ in counts.most_common(size)]
+    seen = set(chosen)
+    chosen += [token for token in range(vocabulary) if token not in seen][: size - len(chosen)]
+    return torch.tensor(sorted(chosen))
+
+
+def target_to_draft(draft_to_target: Tensor, vocabulary: int) -> Tensor:
+    """`[vocabulary]`: row of each target id in the draft vocabulary, UNTRAINED where it has none."""
+    rows = torch.full((vocabulary,), UNTRAINED)
+    rows[draft_to_target] = torch.arange(len(draft_to_target))
+    return rows

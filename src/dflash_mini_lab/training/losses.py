@@ -1,0 +1,30 @@
+"""Losses over the slots of a block. Targets are the target model's own tokens; slot weights are detached."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+UNTRAINED = -100
+"""Label of a slot that is past the end of its sequence or whose token is outside the draft vocabulary."""
+
+
+def slot_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """`logits [..., S, V]`, `labels [..., S]` (UNTRAINED allowed) → cross-entropy `[..., S]`, 0 where untrained."""
+    flat = torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=UNTRAINED, reduction="none")
+    return flat.view(labels.shape)
+
+
+def decay_weights(slots: int, gamma: float) -> Tensor:
+    """exp(-(k - 1) / γ) for slots k = 1 … S: early slots decide whether later ones are reached at all."""
+    return torch.exp(-torch.arange(slots, dtype=torch.float32) / gamma)
+
+
+def dpace_weights(probability: Tensor, alpha: float = 0.5) -> Tensor:
+    """D-PACE: w_j = Σ_{m ≥ j} Π_{i ≤ m} ((1 - α) q_i + α), `probability [..., S]` of the true token in each slot, detached."""
+    reach = ((1 - alpha) * probability.detach() + alpha).cumprod(dim=-1)
+    return reach.flip(-1).cumsum(-1).flip(-1)
+
+
+def expected_accepted(hits: Tensor) -> Tensor:
+    """`hits [..., S]` bool → drafts accepted, `Σ_j Π_{i ≤ j} hit_i`, `[...]`."""
+    return hits.long().cumprod(dim=-1).sum(dim=-1)

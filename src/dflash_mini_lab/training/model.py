@@ -1,0 +1,120 @@
+"""The trainable block drafter: the same mathematics as drafters/block.py (a test holds them together), many blocks at once.
+
+Module names are the published tensor names, so `state_dict` is the checkpoint. No optimiser, no data here.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_mini_lab.drafters.checkpoint import DrafterConfig
+
+
+class TrainableDrafter(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.hidden_size * len(config.taps), config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.eps)
+        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, features: Tensor, lengths: Tensor, block_embeddings: Tensor, anchors: Tensor) -> Tensor:
+        """Final slot states `[sequences, blocks, S, hidden]`.
+
+        features `[sequences, tokens, taps · hidden]`, right-padded; lengths `[sequences]` tokens that are real;
+        block_embeddings `[sequences, blocks, B, hidden]` of `[anchor, MASK × S]`; anchors `[sequences, blocks]` positions.
+        A block sees the context strictly before its anchor, and itself.
+        """
+        sequences, tokens, _ = features.shape
+        _, blocks, size, hidden = block_embeddings.shape
+        context = self.hidden_norm(self.fc(features))
+        x = block_embeddings.reshape(sequences, blocks * size, hidden)
+        positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).reshape(sequences, -1)
+        context_rotation = self._rotation(torch.arange(tokens, device=anchors.device)[None])
+        block_rotation = self._rotation(positions)
+        mask = block_mask(tokens, anchors, size)
+        for layer in self.layers:
+            x = layer(x, context, mask, block_rotation, context_rotation)
+        return self.norm(x.view(sequences, blocks, size, hidden)[:, :, 1:])
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None].float() * self.frequencies
+        angles = torch.cat([angles, angles], dim=-1)[:, :, None]
+        return angles.cos(), angles.sin()
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config)
+        self.mlp = _MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.eps)
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor, block_rotation, context_rotation) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, mask, block_rotation, context_rotation)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv, bias=False)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor, block_rotation, context_rotation) -> Tensor:
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, self.config.head_dim))
+
+        q = _rotate_half(self.q_norm(heads(self.q_proj(x))), block_rotation)
+        k_block = _rotate_half(self.k_norm(heads(self.k_proj(x))), block_rotation)
+        k_context = _rotate_half(self.k_norm(heads(self.k_proj(context))), context_rotation)
+        k = torch.cat([k_context, k_block], dim=1)
+        v = torch.cat([heads(self.v_proj(context)), heads(self.v_proj(x))], dim=1)
+        groups = self.config.heads // self.config.kv_heads
+        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+        q, k, v = (y.transpose(1, 2).to(x.dtype) for y in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def block_mask(tokens: int, anchors: Tensor, size: int) -> Tensor:
+    """Additive `[sequences, 1, blocks · size, tokens + blocks · size]`: context before the anchor, and the block itself."""
+    sequences, blocks = anchors.shape
+    sees_context = torch.arange(tokens, device=anchors.device) < anchors[..., None]
+    sees_context = sees_context[:, :, None].expand(-1, -1, size, -1).reshape(sequences, blocks * size, tokens)
+    block = torch.arange(blocks * size, device=anchors.device) // size
+    same = (block[:, None] == block[None, :]).expand(sequences, -1, -1)
+    allowed = torch.cat([sees_context, same], dim=-1)
+    return torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, float("-inf"))[:, None]
+
+
+def _rotate_half(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotation
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos + turned * sin

@@ -1,0 +1,215 @@
+"""`--prepare`: from nothing but the target to verified drafter artifacts. Every stage is kept on disk and goes on where it stopped.
+
+1 prompts: the seeds, and user turns (chat) or texts (base) that the target samples itself; 2 answers: greedy, with features;
+3 training; 4 artifacts: checkpoint, provenance, log, manifest.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from dflash_mini_lab import artifacts
+from dflash_mini_lab.catalog import resolve
+from dflash_mini_lab.decoding import decode
+from dflash_mini_lab.drafters.block import BlockDrafter
+from dflash_mini_lab.drafters.checkpoint import DrafterConfig, save_checkpoint
+from dflash_mini_lab.measurement.clock import HostClock
+from dflash_mini_lab.methods import by_key
+from dflash_mini_lab.prompts import load_prompts, not_held_out, training_texts
+from dflash_mini_lab.settings import Settings
+from dflash_mini_lab.targets.lean import build_lean_decoder
+from dflash_mini_lab.targets.loading import LoadedTarget, load_target
+from dflash_mini_lab.targets.weights import fetch
+from dflash_mini_lab.training.blocks import choose_draft_vocabulary
+from dflash_mini_lab.training.prompts import own_prompts
+from dflash_mini_lab.training.recipe import DATA_SHARE, Recipe, choose_mask_token, drafter_config
+from dflash_mini_lab.training.shards import Sequence, read_sequences, split, write_shard
+from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
+from dflash_mini_lab.training.train import LOG_FILE, RealLoop, train_drafter
+from dflash_mini_lab.types import UserError
+
+OWN_PROMPTS_SHARE = 0.2
+"""Share of the data time that samples the target's own prompts."""
+REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 8, 48
+FEWEST_SEQUENCES = 16
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+PROVENANCE_FILE, STATE_FILE, PROMPTS_FILE = "provenance.json", "prepare-state.json", "own-prompts.json"
+
+
+def prepare(settings: Settings) -> Path:
+    """Train a drafter for `settings.target`; returns the artifact folder. Interrupted, the same command goes on.
+
+    Raises UserError where the target cannot be read, has no lean decoder, or the time given was too short for any data.
+    """
+    recipe = Recipe(seed=settings.seed)
+    if settings.prepare_minutes:
+        recipe = replace(recipe, minutes=settings.prepare_minutes)
+    entry = resolve(settings.target)
+    say = print
+    where = fetch(entry, settings.cache, say)
+    if settings.cpu_threads:
+        torch.set_num_threads(settings.cpu_threads)
+    loaded = load_target(entry.name, where, "bfloat16", entry.prompt_format)
+    if loaded.path_reason:
+        raise UserError(f"{entry.name}: a drafter cannot be trained here yet: {loaded.path_reason}.")
+    work = settings.cache / "prepare" / entry.name
+    work.mkdir(parents=True, exist_ok=True)
+    mask = choose_mask_token(loaded.tokenizer, loaded.stop_ids)
+    config = drafter_config(recipe, loaded.config, entry.name, mask, loaded.config.vocab_size)
+    say(f"Preparing a drafter for {entry.name}: {recipe.minutes:g} minutes, kept in {work} (interrupt and go on as you like).")
+    collect(loaded, config, recipe, work)
+    training, held_out = split(read_sequences(work / "answers"), recipe.held_out_share)
+    if len(training) < FEWEST_SEQUENCES:
+        raise UserError(f"Only {len(training)} answers in the time given: --prepare-minutes needs to be larger.")
+    draft_to_target = choose_draft_vocabulary(training, recipe.draft_vocabulary, loaded.vocabulary)
+    real = load_target(entry.name, where, "float32", entry.prompt_format)
+    tensors = target_tensors(real.stock_model(), config)
+    began = time.monotonic()
+    checkpoint, look = train_drafter(
+        config,
+        recipe,
+        tensors,
+        draft_to_target,
+        training,
+        held_out,
+        recipe.minutes * 60 * (1 - DATA_SHARE),
+        work,
+        real_loop(real, tensors, held_out),
+    )
+    folder = settings.artifact_dir or artifacts.prepared_folder(settings.cache, entry.name)
+    provenance = {
+        "made_with": "python run_cpu.py --prepare",
+        "recipe": asdict(recipe),
+        "sequences": len(training),
+        "answer_tokens": sum(sequence.answer_tokens for sequence in training),
+        "draft_vocabulary_coverage": _coverage(draft_to_target, held_out),
+        "wall_minutes_of_last_session": round((time.monotonic() - began) / 60, 1),
+        "last_look": look,
+    }
+    write_artifacts(folder, entry.name, config, checkpoint, provenance, work / LOG_FILE)
+    say(f"Held-out acceptance length τ {look['held_out_tau']}, in the real loop {look['real_loop_tau']}. Artifacts: {folder}")
+    return folder
+
+
+def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: Path) -> None:
+    """Fill `work/answers` until the data's share of the time is used up; earlier sessions' time counts."""
+    seconds = recipe.minutes * 60 * DATA_SHARE
+    spent = _read_state(work)
+    if spent >= seconds:
+        return
+    decoder = build_lean_decoder(loaded.stock_model(), capacity=1024, consume=True)
+    loaded.release_stock()
+    began = time.monotonic() - spent
+    texts = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
+    texts += training_texts(BENCHMARKS / "train_seeds.json")
+    held_out = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
+    texts = not_held_out(texts, held_out)
+    longest = 1024 - recipe.answer_tokens
+    prompts = [ids for ids in map(loaded.encode_prompt, dict.fromkeys(texts)) if len(ids) <= longest]
+    batches = equal_length_batches(prompts, recipe.teacher_batch, recipe.seed)
+    bar = tqdm(total=round(seconds), initial=round(spent), unit="s", disable=None, desc="answers")
+    for index, batch in enumerate(batches):
+        path = work / "answers" / f"{index:05d}.safetensors"
+        if not path.exists():
+            write_shard(path, continue_batch(decoder, batch, recipe.answer_tokens, sorted(loaded.stop_ids), config.taps))
+            spent = time.monotonic() - began
+            _write_state(work, spent)
+            bar.n = min(round(spent), bar.total)
+            bar.refresh()
+        if spent >= seconds:
+            break
+    bar.close()
+    _write_state(work, seconds)
+
+
+def _own_texts(decoder: Any, loaded: LoadedTarget, recipe: Recipe, path: Path, until: float) -> list[str]:
+    """The target's own prompts, sampled until `until` (monotonic seconds) in the first session, read back in later ones."""
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    texts = own_prompts(decoder, loaded, recipe, until)
+    path.write_text(json.dumps(texts, ensure_ascii=False, indent=0), encoding="utf-8")
+    return texts
+
+
+def target_tensors(model: Any, config: DrafterConfig) -> dict[str, Tensor]:
+    """What training needs of the target, float32: embedding, head, and its last layers under the drafter's names (`warm.`)."""
+    tensors = {"embedding": model.get_input_embeddings().weight, "head": model.get_output_embeddings().weight}
+    base = model.model
+    final = getattr(base, "norm", None) or base.embedding_norm
+    tensors["warm.norm.weight"] = final.weight
+    for index, layer in enumerate(base.layers[-config.layers :]):
+        name = f"warm.layers.{index}."
+        mlp = getattr(layer, "mlp", None) or layer.feed_forward
+        parts = ("gate_proj", "up_proj", "down_proj") if hasattr(mlp, "gate_proj") else ("w1", "w3", "w2")
+        for ours, theirs in zip(("gate", "up", "down"), parts, strict=True):
+            tensors[f"{name}mlp.{ours}_proj.weight"] = getattr(mlp, theirs).weight
+        attention = getattr(layer, "self_attn", None)
+        if attention is not None:
+            for part in "qkv":
+                tensors[f"{name}self_attn.{part}_proj.weight"] = getattr(attention, f"{part}_proj").weight
+            out = getattr(attention, "o_proj", None) or attention.out_proj
+            tensors[f"{name}self_attn.o_proj.weight"] = out.weight
+        before = getattr(layer, "input_layernorm", None) or layer.operator_norm
+        after = getattr(layer, "post_attention_layernorm", None) or layer.ffn_norm
+        tensors[f"{name}input_layernorm.weight"] = before.weight
+        tensors[f"{name}post_attention_layernorm.weight"] = after.weight
+        if index == 0:
+            tensors["warm.hidden_norm.weight"] = before.weight
+    return {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
+
+
+def real_loop(loaded: LoadedTarget, tensors: dict[str, Tensor], held_out: list[Sequence]) -> RealLoop:
+    """τ (request macro) of method 01 in the decode loop on held-out prompts: training accuracy is not acceptance."""
+    target = loaded.build(capacity=1024, measure=False)
+    method, clock = by_key("01"), HostClock()
+    prompts = [s.tokens[: s.prompt_length].tolist() for s in held_out[:REAL_LOOP_PROMPTS]]
+
+    def measure(config: DrafterConfig, checkpoint: dict[str, Tensor]) -> float:
+        drafter = BlockDrafter(config, checkpoint, target.embedding, tensors["head"], 1024, measure=False)
+        lengths = []
+        for prompt in prompts:
+            answer = decode(target, prompt, method, REAL_LOOP_TOKENS, clock, drafter)
+            if answer.steps:
+                lengths.append(len(answer.tokens) / len(answer.steps))
+        return sum(lengths) / len(lengths) if lengths else float("nan")
+
+    return measure
+
+
+def write_artifacts(
+    folder: Path, target: str, config: DrafterConfig, checkpoint: dict[str, Tensor], provenance: dict[str, Any], log: Path
+) -> None:
+    save_checkpoint(folder, config, checkpoint)
+    (folder / PROVENANCE_FILE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+    if log.exists():
+        shutil.copyfile(log, folder / LOG_FILE)
+    artifacts.write_manifest(folder, target)
+
+
+def _coverage(draft_to_target: Tensor, held_out: list[Sequence]) -> float | None:
+    """Share of held-out answer tokens that the draft vocabulary contains."""
+    if not held_out:
+        return None
+    tokens = torch.cat([sequence.tokens[sequence.prompt_length :] for sequence in held_out])
+    return round(torch.isin(tokens, draft_to_target).float().mean().item(), 4)
+
+
+def _read_state(work: Path) -> float:
+    path = work / STATE_FILE
+    return json.loads(path.read_text(encoding="utf-8"))["data_seconds"] if path.exists() else 0.0
+
+
+def _write_state(work: Path, seconds: float) -> None:
+    part = work / (STATE_FILE + ".part")
+    part.write_text(json.dumps({"data_seconds": round(seconds, 1)}), encoding="utf-8")
+    os.replace(part, work / STATE_FILE)

@@ -1,0 +1,55 @@
+"""Prompts that the target writes itself: user turns of a chat model, openings of a base model."""
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+
+from dflash_mini_lab.targets.lean import LeanDecoder
+from dflash_mini_lab.targets.loading import LoadedTarget
+from dflash_mini_lab.training.recipe import Recipe
+from dflash_mini_lab.training.teacher import continue_batch
+
+SHORTEST = 12
+"""Characters; shorter texts are greetings and fragments."""
+PLACE = "\u241f"
+"""Stands for the user's words while the template is cut open; a character that no template contains."""
+
+
+def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, until: float) -> list[str]:
+    """Texts sampled at temperature 1 until `until` (monotonic seconds), without duplicates, sorted.
+
+    Chat target: the template up to the start of the user turn, continued to the end-of-turn token. Base target: a random piece
+    of text from the beginning-of-sequence token (or the end-of-text one), cut at `own_prompt_tokens`.
+    """
+    chat = loaded.prompt_format == "chat"
+    opening = _user_turn_opening(loaded) if chat else _text_opening(loaded)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    stops = sorted(loaded.stop_ids)
+    found: set[str] = set()
+    while time.monotonic() < until:
+        batch = torch.tensor([opening] * recipe.teacher_batch)
+        for trajectory in continue_batch(decoder, batch, recipe.own_prompt_tokens, stops, temperature=1.0, generator=generator):
+            ended = trajectory.tokens[-1] in loaded.stop_ids
+            if chat and not ended:
+                continue
+            text = loaded.decode_text(trajectory.tokens[len(opening) :]).strip()
+            if not chat:
+                words = text.split()
+                text = " ".join(words[: random.Random(len(found)).randint(4, 24)])
+            if len(text) >= SHORTEST:
+                found.add(text)
+    return sorted(found)
+
+
+def _user_turn_opening(loaded: LoadedTarget) -> list[int]:
+    turns = [{"role": "user", "content": PLACE}]
+    before = loaded.tokenizer.apply_chat_template(turns, tokenize=False).split(PLACE)[0]
+    return list(loaded.tokenizer(before, add_special_tokens=False)["input_ids"])
+
+
+def _text_opening(loaded: LoadedTarget) -> list[int]:
+    tokenizer = loaded.tokenizer
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    return [0 if start is None else start]

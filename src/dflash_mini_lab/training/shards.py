@@ -1,0 +1,78 @@
+"""Teacher data on disk: one safetensors file a batch, written whole or not at all, read a sequence at a time.
+
+Tensors: `tokens` int32 `[Σ length]`, `lengths`, `prompt_lengths`, `features` bfloat16 `[Σ (length - 1), taps · hidden]`.
+"""
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash_mini_lab.training.teacher import Trajectory
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One trajectory on disk. `tokens [length]` int64; features are read by `read_features`."""
+
+    tokens: Tensor
+    prompt_length: int
+    shard: Path
+    first_feature: int
+
+    @property
+    def answer_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+def write_shard(path: Path, trajectories: Iterable[Trajectory]) -> int:
+    """Returns the number of answer tokens written."""
+    found = list(trajectories)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    tensors = {
+        "tokens": torch.tensor([token for t in found for token in t.tokens], dtype=torch.int32),
+        "lengths": torch.tensor([len(t.tokens) for t in found]),
+        "prompt_lengths": torch.tensor([t.prompt_length for t in found]),
+        "features": torch.cat([t.features.flatten(1) for t in found]).bfloat16(),
+    }
+    save_file(tensors, part)
+    os.replace(part, path)
+    return sum(len(t.tokens) - t.prompt_length for t in found)
+
+
+def read_sequences(folder: Path) -> list[Sequence]:
+    """Every trajectory of the shards in `folder`, in the order of the file names."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as shard:
+            tokens = shard.get_tensor("tokens").long()
+            token, feature = 0, 0
+            for length, prompt in zip(shard.get_tensor("lengths").tolist(), shard.get_tensor("prompt_lengths").tolist(), strict=True):
+                found.append(Sequence(tokens[token : token + length], prompt, path, feature))
+                token, feature = token + length, feature + length - 1
+    return found
+
+
+def read_features(sequence: Sequence) -> Tensor:
+    """`[length - 1, taps · hidden]`, bfloat16."""
+    with safe_open(sequence.shard, "pt") as shard:
+        rows = len(sequence.tokens) - 1
+        return shard.get_slice("features")[sequence.first_feature : sequence.first_feature + rows]
+
+
+def split(sequences: list[Sequence], held_out_share: float) -> tuple[list[Sequence], list[Sequence]]:
+    """Training and held-out sequences, by a digest of the prompt: the same prompt is never on both sides."""
+    training, held_out = [], []
+    for sequence in sequences:
+        prompt = sequence.tokens[: sequence.prompt_length].numpy().tobytes()
+        place = int.from_bytes(hashlib.sha256(prompt).digest()[:4], "big") / 2**32
+        (held_out if place < held_out_share else training).append(sequence)
+    return training, held_out

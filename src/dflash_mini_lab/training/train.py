@@ -1,0 +1,206 @@
+"""The training loop: warm start from the target's own layers, decayed loss, checkpoints that resume, one log line a look.
+
+The schedule is a fraction of the training time, so that it fits whatever time is given and goes on after an interruption.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
+from dflash_mini_lab.training.blocks import Blocks, cut_blocks, target_to_draft
+from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, slot_cross_entropy
+from dflash_mini_lab.training.model import TrainableDrafter
+from dflash_mini_lab.training.recipe import Recipe
+from dflash_mini_lab.training.shards import Sequence
+
+LOOK_EVERY_S = 120.0
+HELD_OUT_SEQUENCES = 160
+HELD_OUT_ANCHORS = 12
+STATE_FILE, LOG_FILE = "training-state.safetensors", "training-log.jsonl"
+
+RealLoop = Callable[[DrafterConfig, dict[str, Tensor]], float]
+"""Acceptance length τ of a checkpoint in the real decode loop on held-out prompts."""
+
+
+@dataclass
+class Progress:
+    step: int = 0
+    seconds: float = 0.0
+    tokens_seen: int = 0
+
+
+def train_drafter(
+    config: DrafterConfig,
+    recipe: Recipe,
+    target_tensors: dict[str, Tensor],
+    draft_to_target: Tensor,
+    training: list[Sequence],
+    held_out: list[Sequence],
+    seconds: float,
+    folder: Path,
+    real_loop: RealLoop | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Train until `seconds` of training time are used up (time of earlier, interrupted runs in `folder` counts).
+
+    `target_tensors`: `embedding`, `head` `[vocabulary, hidden]` and, for the warm start, `layers`. Returns the checkpoint's
+    tensors and the last look (held-out τ over anchors, per-slot accuracy, real-loop τ).
+    """
+    torch.manual_seed(recipe.seed)
+    model = TrainableDrafter(config)
+    warm_start(model, target_tensors)
+    trainer = _Trainer(model, config, recipe, target_tensors, draft_to_target)
+    progress = trainer.resume(folder) or Progress()
+    generator = torch.Generator().manual_seed(recipe.seed + progress.step)
+    order: list[int] = []
+    look: dict[str, Any] = {}
+    next_look = progress.seconds + LOOK_EVERY_S
+    bar = tqdm(total=round(seconds), initial=round(progress.seconds), unit="s", disable=None, desc="training")
+    began = time.monotonic() - progress.seconds
+    while progress.seconds < seconds:
+        if len(order) < recipe.sequences:
+            order = torch.randperm(len(training), generator=generator).tolist()
+        group = [training[order.pop()] for _ in range(min(recipe.sequences, len(order)))]
+        blocks = cut_blocks(group, recipe.anchors, config.block_size, generator)
+        loss = trainer.step(blocks, learning_rate_share(progress.seconds / seconds, recipe))
+        progress.step += 1
+        progress.tokens_seen += sum(sequence.answer_tokens for sequence in group)
+        progress.seconds = time.monotonic() - began
+        bar.n = min(round(progress.seconds), bar.total)
+        bar.set_postfix(loss=f"{loss:.2f}", tau=f"{look.get('held_out_tau', 1):.2f}", refresh=False)
+        bar.refresh()
+        if progress.seconds >= next_look or progress.seconds >= seconds:
+            look = trainer.look(progress, loss, held_out, real_loop)
+            trainer.save(folder, progress)
+            with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
+                log.write(json.dumps(look) + "\n")
+            next_look = progress.seconds + LOOK_EVERY_S
+            began = time.monotonic() - progress.seconds
+    bar.close()
+    return trainer.checkpoint(), look or trainer.look(progress, float("nan"), held_out, real_loop)
+
+
+def learning_rate_share(done: float, recipe: Recipe) -> float:
+    """Linear warm-up, then cosine to `final_rate`. `done` 0 … 1 of the training time."""
+    if done < recipe.warm_up:
+        return max(done / recipe.warm_up, 1e-2)
+    rest = min((done - recipe.warm_up) / (1 - recipe.warm_up), 1.0)
+    return recipe.final_rate + (1 - recipe.final_rate) * 0.5 * (1 + math.cos(math.pi * rest))
+
+
+def warm_start(model: TrainableDrafter, target_tensors: dict[str, Tensor]) -> None:
+    """Begin with what the target already knows: its last layers' weights, and a fusion that starts as its deepest tap.
+
+    The drafter's block input is the same embedding and its output goes through the same head, so the last layers are close to
+    what it must learn. In a 100-second probe this took the loss from 6.4 to 4.6. A layer whose shapes differ starts at random.
+    """
+    state = model.state_dict()
+    for name, tensor in state.items():
+        source = target_tensors.get(f"warm.{name}")
+        if source is not None and source.shape == tensor.shape:
+            tensor.copy_(source)
+    hidden = model.config.hidden_size
+    state["fc.weight"].mul_(0.2)
+    state["fc.weight"][:, -hidden:] += torch.eye(hidden)
+    for name, tensor in state.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            tensor.fill_(2.0)
+
+
+class _Trainer:
+    """Model, optimiser and frozen target parts. bfloat16 autocast: twice float32's rate where the processor has it."""
+
+    def __init__(self, model: TrainableDrafter, config: DrafterConfig, recipe: Recipe, target: dict[str, Tensor], d2t: Tensor) -> None:
+        self.model, self.config, self.recipe, self.draft_to_target = model, config, recipe, d2t
+        self.embedding = target["embedding"].bfloat16()
+        self.head = target["head"][d2t].bfloat16().contiguous()
+        self.to_draft = target_to_draft(d2t, config.vocabulary)
+        self.optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def logits(self, blocks: Blocks) -> Tensor:
+        """`[N, A, S, draft vocabulary]`."""
+        masks = self.config.block_size - 1
+        anchor = self.embedding[blocks.anchor_ids][:, :, None]
+        mask = self.embedding[self.config.mask_token_id].expand(*blocks.anchor_ids.shape, masks, -1)
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.model(blocks.features, blocks.lengths, torch.cat([anchor, mask], dim=2).float(), blocks.anchors)
+            return F.linear(hidden.bfloat16(), self.head)
+
+    def step(self, blocks: Blocks, rate_share: float) -> float:
+        labels = torch.where(blocks.labels >= 0, self.to_draft[blocks.labels.clamp(min=0)], UNTRAINED)
+        losses = slot_cross_entropy(self.logits(blocks), labels)
+        weights = dpace_weights(torch.exp(-losses)) * (labels >= 0)
+        loss = (weights * losses).sum() / weights.sum().clamp(min=1e-6)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.recipe.learning_rate * rate_share
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return loss.item()
+
+    @torch.no_grad()
+    def look(self, progress: Progress, loss: float, held_out: list[Sequence], real_loop: RealLoop | None) -> dict[str, Any]:
+        """Held-out τ as the mean over anchors whose whole block lies in the answer, per-slot accuracy, and the real loop's τ."""
+        generator = torch.Generator().manual_seed(5)
+        hits = []
+        usable = [s for s in held_out if s.answer_tokens > self.config.block_size][:HELD_OUT_SEQUENCES]
+        for start in range(0, len(usable), 8):
+            blocks = cut_blocks(usable[start : start + 8], HELD_OUT_ANCHORS, self.config.block_size, generator)
+            proposed = self.draft_to_target[self.logits(blocks).argmax(-1)]
+            whole = (blocks.labels >= 0).all(-1)
+            hits.append((proposed == blocks.labels)[whole])
+        hit = torch.cat(hits) if hits else torch.zeros(0, self.config.block_size - 1, dtype=torch.bool)
+        return {
+            "step": progress.step,
+            "training_seconds": round(progress.seconds, 1),
+            "answer_tokens_seen": progress.tokens_seen,
+            "loss": round(loss, 4),
+            "held_out_anchors": len(hit),
+            "held_out_tau": round(1 + expected_accepted(hit).float().mean().item(), 4) if len(hit) else None,
+            "slot_accuracy": [round(value, 4) for value in hit.float().mean(0).tolist()] if len(hit) else [],
+            "real_loop_tau": None if real_loop is None else round(real_loop(self.config, self.checkpoint()), 4),
+        }
+
+    def checkpoint(self) -> dict[str, Tensor]:
+        """float16 tensors: half the size on disk, and bfloat16 activations trained them."""
+        tensors = {name: tensor.detach().to(torch.float16) for name, tensor in self.model.state_dict().items()}
+        return tensors | {DRAFT_TO_TARGET: self.draft_to_target.to(torch.int32)}
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for index, state in self.optimiser.state_dict()["state"].items():
+            tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        facts = {"step": str(progress.step), "seconds": str(progress.seconds), "tokens_seen": str(progress.tokens_seen)}
+        part = folder / (STATE_FILE + ".part")
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, part, facts)
+        os.replace(part, folder / STATE_FILE)
+
+    def resume(self, folder: Path) -> Progress | None:
+        path = folder / STATE_FILE
+        if not path.exists():
+            return None
+        with safe_open(path, "pt") as saved:
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}
+            facts = saved.metadata()
+        self.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("optimiser."):
+                _, index, field = name.split(".")
+                state.setdefault(int(index), {})[field] = tensor
+        self.optimiser.load_state_dict({"state": state, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        return Progress(int(facts["step"]), float(facts["seconds"]), int(facts["tokens_seen"]))
