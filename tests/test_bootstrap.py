@@ -337,7 +337,7 @@ def test_a_really_old_python_can_parse_the_runner(runner: str, old: str) -> None
 
 def test_a_python_without_venv_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "The virtual environment was not created successfully because ensurepip is not available."
-    monkeypatch.setattr(bootstrap_install, "call", lambda command, output=None: (1, said))
+    monkeypatch.setattr(bootstrap_install, "call", lambda command: (1, said))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BootstrapError, match=r"cannot make virtual environments.*-venv\)"):
         bootstrap_install.create(tmp_path, tmp_path / "bin/python", quiet)
@@ -394,7 +394,7 @@ class Calls:
         self.failing = failing
         self.commands: list[list[str]] = []
 
-    def __call__(self, command: list[str], output: int | None = None) -> tuple[int, str]:
+    def __call__(self, command: list[str]) -> tuple[int, str]:
         self.commands.append([str(part) for part in command])
         return (1, "error: no") if any(word in self.commands[-1] for word in self.failing) else (0, "")
 

@@ -6,13 +6,15 @@ Part of the bootstrap: standard library only. No state here; when to install and
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 Say = Callable[[str], None]
@@ -55,14 +57,13 @@ class BootstrapError(Exception):
 def create(folder: Path, python: Path, say: Say) -> None:
     """Make a virtual environment with pip in `folder`, which may exist. Raises BootstrapError."""
     say(f"Making {folder} with Python {version()} (only this folder is touched) ...")
-    status, log = call([sys.executable, "-m", "venv", str(folder)], output=subprocess.DEVNULL)
+    status, log = call([sys.executable, "-m", "venv", str(folder)])
     if status == 0 and python.exists():
         return
     uv = shutil.which("uv")
     if uv:
         status, log = call(
             [uv, "venv", "--seed", "--allow-existing", "--python", sys.executable, str(folder)],
-            output=subprocess.DEVNULL,
         )
         if status == 0 and python.exists():
             return
@@ -121,31 +122,51 @@ def attempt(commands: Sequence[Sequence[str]], say: Say) -> str | None:
     return log
 
 
-def call(command: Sequence[str], output: int | None = None) -> tuple[int, str]:
-    """Run; returns the exit status and what it wrote to stderr. Its stdout goes to our stderr, unless `output` says otherwise."""
-    variables = {
-        name: value for name, value in os.environ.items() if name not in ("PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__")
-    }
+def call(command: Sequence[str]) -> tuple[int, str]:
+    """Run; returns the exit status and what it wrote to stderr. A terminal shows the latest line and the seconds meanwhile."""
+    drop = ("PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__")
+    variables = {name: value for name, value in os.environ.items() if name not in drop}
     variables["PIP_USER"] = "0"  # a user's `--user` default would fail in, or escape from, the environment
     variables.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
     inherit = sys.platform != "win32"  # the lock: see bootstrap.locked
-    process = subprocess.Popen(
-        command,
-        env=variables,
-        stdout=sys.stderr if output is None else output,
-        stderr=subprocess.PIPE,
-        close_fds=not inherit,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-    )
-    try:
-        _, log = process.communicate()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    return process.returncode, log
+    output: list[str] = []
+    errors: list[str] = []
+    started = time.monotonic()
+    with subprocess.Popen(
+        command, env=variables, close_fds=not inherit, text=True, encoding="utf-8", errors="replace",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        pairs = ((process.stdout, output), (process.stderr, errors))
+        readers = [threading.Thread(target=follow, args=(stream, lines), daemon=True) for stream, lines in pairs]
+        for reader in readers:
+            reader.start()
+        try:
+            while process.poll() is None:
+                show((output or errors or [""])[-1], time.monotonic() - started)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.5)
+            for reader in readers:
+                reader.join()
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            show(None, 0.0)
+    return process.returncode, "".join(errors)
+
+
+def follow(stream: Iterable[str], lines: list[str]) -> None:
+    for line in stream:
+        lines.append(line)  # one by one: the newest is shown meanwhile
+
+
+def show(line: str | None, seconds: float) -> None:
+    """The last line of a terminal; None wipes it. Where stderr is a file or a pipe, nothing."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        text = "" if line is None else f"  {seconds:4.0f} s  {' '.join(line.split())}"
+        sys.stderr.write("\r" + text[:width].ljust(width) + "\r")
+        sys.stderr.flush()
 
 
 def reachable(index: str) -> bool:
