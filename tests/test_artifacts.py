@@ -268,6 +268,23 @@ def test_a_part_of_another_file_is_thrown_away_not_trusted(server: Server, tmp_p
     assert fetch(server, tmp_path).read_bytes() == BODY
 
 
+def shifted(request: BaseHTTPRequestHandler, body: bytes) -> None:
+    """The right number of bytes, from one byte too early."""
+    start = int(request.headers["Range"][6:-1])
+    request.send_response(206)
+    request.send_header("Content-Range", f"bytes {start - 1}-{len(body) - 2}/{len(body)}")
+    request.send_header("Content-Length", str(len(body) - start))
+    request.end_headers()
+    request.wfile.write(body[start - 1 : -1])
+
+
+def test_a_part_from_another_place_than_asked_for_is_refused(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.bin.part").write_bytes(BODY[:1000])
+    server.script = [shifted]
+    with pytest.raises(UserError, match="another part than the one asked for"):
+        fetch(server, tmp_path)
+
+
 def test_a_server_that_cannot_resume_is_read_from_the_start(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(BODY[:1000])
     server.script = [no_range]
