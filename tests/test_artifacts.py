@@ -415,6 +415,15 @@ def test_a_drafter_prepared_here_is_used_when_none_is_pinned(places: tuple[Setti
         locate(settings, "own", quiet, repository)
 
 
+def test_a_drafter_prepared_here_is_used_when_the_pinned_one_cannot_be_had(places: tuple[Settings, Path]) -> None:
+    settings, repository = places
+    folder = prepared_folder(settings.cache, "t")
+    folder.mkdir(parents=True)
+    (folder / "a.bin").write_bytes(BODY)
+    write_manifest(folder, "t")
+    assert locate(settings, "t", quiet, repository) == folder
+
+
 def test_an_artifact_folder_with_its_own_manifest_wins(places: tuple[Settings, Path], tmp_path: Path) -> None:
     settings, repository = places
     own = tmp_path / "own"

@@ -165,8 +165,10 @@ def locate(settings: Settings, target: str, say: Say, repository: Path = REPOSIT
         return verified(own, read_for(own / MANIFEST, target), "copy it again, or run --prepare.")
     pinned = repository / target / MANIFEST
     if pinned.is_file():
-        return locate_pinned(settings, pinned.parent, read_for(pinned, target), say)
-    if own:
+        found = locate_pinned(settings, pinned.parent, read_for(pinned, target), say)
+        if found:
+            return found
+    elif own:
         raise UserError(f"--artifact-dir {own}: has no {MANIFEST}, and the lab pins no files for {target}.")
     prepared = prepared_folder(settings.cache, target)
     if (prepared / MANIFEST).is_file():
