@@ -1,0 +1,164 @@
+"""The block drafter: training and run time are one function, nothing leaks past an anchor, and misfits are refused by name."""
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_mini_lab.drafters.block import BlockDrafter
+from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, load_checkpoint, save_checkpoint
+from dflash_mini_lab.training.model import TrainableDrafter
+from dflash_mini_lab.types import UserError
+
+HIDDEN, VOCABULARY, BLOCK = 32, 50, 5
+CONFIG = DrafterConfig(HIDDEN, 48, 2, 4, 2, 8, BLOCK, (0, 2), 7, 4, VOCABULARY, target_name="tiny")
+
+
+def trained_looking_model(config: DrafterConfig = CONFIG) -> TrainableDrafter:
+    torch.manual_seed(1)
+    model = TrainableDrafter(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return model
+
+
+def target_tables() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(VOCABULARY, HIDDEN, generator=generator), torch.randn(VOCABULARY, HIDDEN, generator=generator)
+
+
+class FixedFeatures:
+    """A session that hands out features a few rows at a time, as rounds of a decode loop do."""
+
+    def __init__(self, features: torch.Tensor) -> None:
+        self.features, self.given = features, 0
+
+    def upto(self, rows: int) -> FixedFeatures:
+        self.limit = rows
+        return self
+
+    def take_features(self) -> torch.Tensor:
+        rows, self.given = self.features[self.given : self.limit], self.limit
+        return rows
+
+
+def training_logits(model: TrainableDrafter, features: torch.Tensor, ids: list[int], anchors: list[int]) -> torch.Tensor:
+    """`[blocks, S, vocabulary]` of the training forward for one sequence."""
+    embedding, head = target_tables()
+    anchor = embedding[torch.tensor([ids[a] for a in anchors])][None, :, None]
+    mask = embedding[CONFIG.mask_token_id].expand(1, len(anchors), BLOCK - 1, -1)
+    lengths = torch.tensor([len(features)])
+    return model(features[None], lengths, torch.cat([anchor, mask], 2), torch.tensor([anchors]))[0] @ head.T
+
+
+@torch.no_grad()
+def test_one_pass_at_run_time_equals_the_training_forward_for_every_anchor() -> None:
+    model, (embedding, head) = trained_looking_model(), target_tables()
+    ids = torch.randint(8, VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
+    features = torch.randn(13, 2 * HIDDEN, generator=torch.Generator().manual_seed(4))
+    anchors = [3, 4, 8, 11]
+    expected = training_logits(model, features, ids, anchors)
+    drafter = BlockDrafter(CONFIG, dict(model.state_dict()), embedding, head, 64, measure=False)
+    session = FixedFeatures(features)
+    running = drafter.start(session, 64)
+    for place, anchor in enumerate(anchors):
+        session.upto(anchor)
+        draft = running.draft(ids[: anchor + 1], BLOCK - 1)
+        found, scores = draft.top(VOCABULARY)
+        logits = torch.empty(BLOCK - 1, VOCABULARY).scatter_(1, torch.tensor(found), torch.tensor(scores))
+        torch.testing.assert_close(logits, expected[place], rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changed", range(6, 13))
+def test_features_at_or_after_an_anchor_never_reach_its_block(changed: int) -> None:
+    model = trained_looking_model()
+    ids = list(range(10, 24))
+    features = torch.randn(13, 2 * HIDDEN, generator=torch.Generator().manual_seed(4))
+    before = training_logits(model, features, ids, [2, 6, 9])
+    features = features.clone()
+    features[changed] += 10.0
+    after = training_logits(model, features, ids, [2, 6, 9])
+    for place, anchor in enumerate((2, 6, 9)):
+        assert torch.equal(before[place], after[place]) == (changed >= anchor)
+
+
+@torch.no_grad()
+def test_the_anchors_of_other_blocks_never_reach_a_block() -> None:
+    model = trained_looking_model()
+    features = torch.randn(13, 2 * HIDDEN, generator=torch.Generator().manual_seed(4))
+    ids = list(range(10, 24))
+    before = training_logits(model, features, ids, [2, 6, 9])
+    ids[6], ids[9] = 40, 41
+    after = training_logits(model, features, ids, [2, 6, 9])
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[1], after[1])
+
+
+@torch.no_grad()
+def test_a_reduced_draft_vocabulary_proposes_the_target_s_own_ids() -> None:
+    model, (embedding, head) = trained_looking_model(), target_tables()
+    features = torch.randn(6, 2 * HIDDEN, generator=torch.Generator().manual_seed(4))
+    tensors = dict(model.state_dict())
+    full = BlockDrafter(CONFIG, tensors, embedding, head, 64, measure=False)
+    chosen = torch.tensor(sorted({3, 9, 12, 20, 31, 44}), dtype=torch.int32)
+    reduced = BlockDrafter(CONFIG, {**tensors, DRAFT_TO_TARGET: chosen}, embedding, head, 64, measure=False)
+    committed = [10, 11, 12, 13, 14, 15, 16]
+    everything, scores = full.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).top(VOCABULARY)
+    ids, _ = reduced.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).top(6)
+    for slot in range(4):
+        assert ids[slot].tolist() == [token for token in everything[slot].tolist() if token in chosen.tolist()]
+    assert (scores[:, :-1] >= scores[:, 1:]).all()
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    tensors = {**trained_looking_model().state_dict(), DRAFT_TO_TARGET: torch.arange(9, dtype=torch.int32)}
+    save_checkpoint(tmp_path, CONFIG, tensors)
+    config, loaded = load_checkpoint(tmp_path)
+    assert config == CONFIG
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_a_checkpoint_that_is_missing_cut_or_misshapen_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no drafter here"):
+        load_checkpoint(tmp_path)
+    tensors = dict(trained_looking_model().state_dict())
+    save_checkpoint(tmp_path, CONFIG, {name: t for name, t in tensors.items() if name != "fc.weight"})
+    with pytest.raises(UserError, match="fc.weight is missing"):
+        load_checkpoint(tmp_path)
+    save_checkpoint(tmp_path, replace(CONFIG, taps=(0, 1, 2)), tensors)
+    with pytest.raises(UserError, match="fc.weight is"):
+        load_checkpoint(tmp_path)
+    save_checkpoint(tmp_path, CONFIG, tensors)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for cut in (0, 4, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "model.safetensors").write_bytes(whole[:cut])
+        with pytest.raises(UserError, match="cannot be read"):
+            load_checkpoint(tmp_path)
+    facts = CONFIG.as_json()
+    del facts["block_size"]
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    with pytest.raises(UserError, match="block_size"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"vocabulary": 51}, "vocabulary of 51"),
+        ({"mask_token_id": VOCABULARY}, "mask token 50"),
+        ({"mask_token_id": -1}, "mask token -1"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused_by_name(change: dict, sentence: str) -> None:
+    embedding, head = target_tables()
+    with pytest.raises(UserError, match=sentence):
+        BlockDrafter(replace(CONFIG, **change), dict(trained_looking_model().state_dict()), embedding, head, 64, measure=False)
+    with pytest.raises(UserError, match="hidden size 32"):
+        BlockDrafter(CONFIG, dict(trained_looking_model().state_dict()), torch.randn(VOCABULARY, 40), head, 64, measure=False)

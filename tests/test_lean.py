@@ -1,0 +1,90 @@
+"""The lean decoder equals the library's logits, and the packed linear equals a plain one."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_mini_lab.packed_linear import PACKED, LinearPlan, PackedLinear, measure_plan, packed_storage_works, stock_plan
+from dflash_mini_lab.targets.lean import build_lean_decoder, unsupported_reason
+from tests.tiny_models import FAMILIES, POSITIONS, tiny_config, tiny_model
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_and_taps_equal_the_library_s_in_any_split_into_calls(family: str, dtype: torch.dtype, tolerance: float) -> None:
+    model = tiny_model(family, dtype)
+    ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
+    library = model(ids, output_hidden_states=True)
+    decoder = build_lean_decoder(model, POSITIONS, measure=False)
+    cache = decoder.new_cache(64, batch=2)
+    logits, taps, place = [], [], 0
+    for rows in (9, 1, 5, 1, 8, 16):
+        hidden, tapped = decoder.forward(ids[:, place : place + rows], cache, (1, 2))
+        logits.append(decoder.logits(hidden))
+        taps.append(torch.cat(tapped, dim=-1))
+        place += rows
+    torch.testing.assert_close(torch.cat(logits, 1), library.logits, rtol=0, atol=tolerance)
+    expected = torch.cat([library.hidden_states[2], library.hidden_states[3]], dim=-1)
+    torch.testing.assert_close(torch.cat(taps, 1), expected, rtol=0, atol=tolerance)
+
+
+def test_consuming_a_model_leaves_its_layers_empty_and_the_decoder_whole() -> None:
+    model = type(tiny_model("llama"))(tiny_config("llama")).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model(ids).logits
+    decoder = build_lean_decoder(model, POSITIONS, measure=False, consume=True)
+    hidden, _ = decoder.forward(ids, decoder.new_cache(8))
+    torch.testing.assert_close(decoder.logits(hidden), expected, rtol=0, atol=1e-4)
+    assert sum(parameter.numel() for layer in model.model.layers for parameter in layer.parameters()) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ({"layer_types": ["sliding_attention"]}, "sliding"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_named(change: dict, reason: str) -> None:
+    config = tiny_config("llama")
+    for name, value in change.items():
+        object.__setattr__(config, name, value)
+    assert reason in (unsupported_reason(config) or "")
+
+
+def test_a_sequence_past_the_cache_or_the_position_table_is_refused() -> None:
+    decoder = build_lean_decoder(tiny_model("llama"), 32, measure=False)
+    with pytest.raises(ValueError, match="33 positions"):
+        decoder.new_cache(33)
+    with pytest.raises(ValueError, match="do not fit"):
+        decoder.forward(torch.zeros(1, 5, dtype=torch.long), decoder.new_cache(4))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33])
+def test_every_way_to_run_a_packed_weight_equals_the_plain_product(rows: int, bias: bool) -> None:
+    if not packed_storage_works(torch.float32, torch.device("cpu")):
+        pytest.skip("this machine's PyTorch has no prepacked product")
+    generator = torch.Generator().manual_seed(rows)
+    weight, x = torch.randn(48, 64, generator=generator), torch.randn(1, rows, 64, generator=generator)
+    b = torch.randn(48, generator=generator) if bias else None
+    expected = torch.nn.functional.linear(x, weight, b)
+    for plan in (stock_plan(weight), LinearPlan(48, 64, PACKED, {}, {}, {}), LinearPlan(48, 64, PACKED, {1: 4, 2: 6, 4: 6}, {}, {})):
+        torch.testing.assert_close(PackedLinear(weight, b, plan)(x), expected, rtol=0, atol=1e-4)
+
+
+def test_a_plan_says_what_it_chose_and_reached_at_every_measured_row_count() -> None:
+    weight = torch.randn(96, 64)
+    plan = measure_plan([weight], repeats=1)
+    facts = plan.as_json()
+    assert facts["storage"] in ("plain", "prepacked")
+    assert all(int(padded) >= int(rows) for rows, padded in facts["run_as"].items())
+    assert set(facts["stock_gigabytes_per_second"]) == ({"1", "2", "4", "6", "8"} if packed_storage_works(torch.float32, weight.device) else set())
+
+
+def test_where_the_prepacked_product_does_not_exist_stock_is_the_answer() -> None:
+    plan = measure_plan([torch.randn(8, 16, dtype=torch.float64)])
+    assert plan.storage == "plain"

@@ -1,0 +1,135 @@
+"""Tiny random models of every family, and drafters that are always right, always wrong or random, for tests of the loop."""
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache, partial
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+from dflash_mini_lab.targets.lean import build_lean_decoder
+from dflash_mini_lab.targets.lean_target import LeanTarget
+from dflash_mini_lab.targets.library_target import LibraryTarget
+
+VOCABULARY = 61
+POSITIONS = 160
+FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
+TAPS = (0, 2)
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def tiny_config(family: str):
+    if family == "llama":
+        return LlamaConfig(**_SHAPE, head_dim=8, attention_bias=True)
+    if family == "qwen2":
+        return Qwen2Config(**_SHAPE, tie_word_embeddings=True)
+    if family == "qwen3":
+        return Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=False)
+    return Lfm2Config(**_SHAPE, full_attn_idxs=[1, 3], conv_bias=True, block_auto_adjust_ff_dim=False)
+
+
+@cache
+def tiny_model(family: str, dtype: torch.dtype = torch.float64):
+    """Random weights large enough that greedy answers wander instead of repeating one token."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_norm, module)
+    return model
+
+
+def _norm(module, x: torch.Tensor) -> torch.Tensor:
+    """The library computes its norms in float32 whatever the dtype, which would hide differences under 1e-7."""
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+
+
+@cache
+def tiny_target(family: str, path: str, stop_ids: frozenset[int] = frozenset()):
+    """`path`: `lean` or `library`. float64, so that two orders of summation cannot choose two tokens."""
+    model = tiny_model(family)
+    if path == "lean":
+        return LeanTarget(build_lean_decoder(model, POSITIONS, measure=False), stop_ids, VOCABULARY)
+    return LibraryTarget(model, stop_ids, VOCABULARY, measure=False)
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    order = random.Random(seed)
+    return [order.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+def plain_greedy(family: str, prompt: Sequence[int], budget: int) -> list[int]:
+    """Greedy decoding without a cache: the whole sequence is run again for every token. Ends at the last position."""
+    return _plain_greedy(family, tuple(prompt), budget)
+
+
+@cache
+@torch.inference_mode()
+def _plain_greedy(family: str, prompt: tuple[int, ...], budget: int) -> list[int]:
+    ids, new = list(prompt), []
+    while len(new) < budget and len(ids) <= POSITIONS:
+        new.append(int(tiny_model(family)(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        ids.append(new[-1])
+    return new
+
+
+class ScriptedDraft:
+    def __init__(self, committed: Sequence[int], tokens: Sequence[int]) -> None:
+        self.committed, self.anchor, self.slots, self._tokens = committed, committed[-1], len(tokens), tokens
+
+    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.array([[(token + rank) % VOCABULARY for rank in range(k)] for token in self._tokens])
+        return ids, np.tile(np.arange(k, 0, -1, dtype=np.float32), (self.slots, 1))
+
+
+class ScriptedDrafter:
+    """Drafts from the known answer. `kind`: `right`, `wrong`, or `random` (each slot right with probability 0.6)."""
+
+    taps = TAPS
+
+    def __init__(self, kind: str, prompt_length: int, answer: Sequence[int], block_size: int, seed: int = 0) -> None:
+        self.kind, self.block_size, self.features_read = kind, block_size, 0
+        self._prompt_length, self._answer, self._order = prompt_length, [*answer, *[5] * block_size], random.Random(seed)
+
+    def start(self, session, capacity: int) -> ScriptedDrafter:
+        self._session, self.features_read = session, 0
+        return self
+
+    def draft(self, committed: Sequence[int], slots: int) -> ScriptedDraft:
+        features = self._session.take_features()
+        self.features_read += len(features)
+        assert self.features_read == len(committed) - 1, "the context must end right before the anchor"
+        assert features.shape[1] == len(TAPS) * 32
+        done = len(committed) - self._prompt_length
+        tokens = self._answer[done : done + slots]
+        if self.kind == "wrong":
+            tokens = [(token + 1) % VOCABULARY for token in tokens]
+        elif self.kind == "random":
+            tokens = [token if self._order.random() < 0.6 else (token + 1) % VOCABULARY for token in tokens]
+        return ScriptedDraft(committed, tokens)
+
+
+class TickingClock:
+    """Every reading is one second after the last."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
