@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.tiny_models import FAMILIES, POSITIONS, ScriptedDrafter, TickingClock, plain_greedy, random_ids, tiny_target
 
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.methods import METHODS, by_key
 from dflash_mini_lab.types import UserError
-from tests.tiny_models import FAMILIES, POSITIONS, ScriptedDrafter, TickingClock, plain_greedy, random_ids, tiny_target
 
 DRAFTERS = ("right", "wrong", "random")
 

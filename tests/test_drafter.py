@@ -51,8 +51,7 @@ def training_logits(model: TrainableDrafter, features: torch.Tensor, ids: list[i
     embedding, head = target_tables()
     anchor = embedding[torch.tensor([ids[a] for a in anchors])][None, :, None]
     mask = embedding[CONFIG.mask_token_id].expand(1, len(anchors), BLOCK - 1, -1)
-    lengths = torch.tensor([len(features)])
-    return model(features[None], lengths, torch.cat([anchor, mask], 2), torch.tensor([anchors]))[0] @ head.T
+    return model(features[None], torch.cat([anchor, mask], 2), torch.tensor([anchors]))[0] @ head.T
 
 
 @torch.no_grad()

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.tiny_models import FAMILIES, POSITIONS, tiny_config, tiny_model
 
 from dflash_mini_lab.packed_linear import PACKED, LinearPlan, PackedLinear, measure_plan, packed_storage_works, stock_plan
-from dflash_mini_lab.targets.lean import build_lean_decoder, unsupported_reason
-from tests.tiny_models import FAMILIES, POSITIONS, tiny_config, tiny_model
+from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.tiny_models import FAMILIES, TAPS, random_ids, tiny_model, tiny_target
 
 

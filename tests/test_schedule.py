@@ -21,7 +21,7 @@ def test_places_differ_by_one_at_most_where_cells_are_no_multiple_of_the_arms(co
     assert len(orders) == count
     assert all(sorted(order) == sorted(ARMS) for order in orders)
     for place in range(len(ARMS)):
-        times = Counter({arm: 0 for arm in ARMS})
+        times = Counter(dict.fromkeys(ARMS, 0))
         times.update(order[place] for order in orders)
         assert max(times.values()) - min(times.values()) <= 1
 

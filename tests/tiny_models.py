@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from dflash_mini_lab.targets.lean import build_lean_decoder
+from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryTarget
 

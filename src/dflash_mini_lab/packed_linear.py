@@ -8,6 +8,7 @@ Nothing here knows about models, caches or decoding.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,6 +19,7 @@ MEASURED_ROWS = (1, 2, 4, 6, 8)
 PADDED_ROWS = (4, 6)
 PACK_ROWS_HINT = 8
 """Row count that oneDNN packs for. Packing for 8 was the fastest at every row count from 1 to 16 (docs/lab-log.md)."""
+PADDING_COST = 1.03
 BYTES_TO_DEFEAT_CACHE = 96 * 2**20
 PLAIN, PACKED = "plain", "prepacked"
 
@@ -94,6 +96,7 @@ def measure_plan(weights: list[Tensor], repeats: int = 5) -> LinearPlan:
     padding is then chosen for each row count.
     """
     first = weights[0]
+    outputs, inputs = first.shape
     plain = stock_plan(first)
     if not packed_storage_works(first.dtype, first.device):
         return plain
@@ -103,33 +106,36 @@ def measure_plan(weights: list[Tensor], repeats: int = 5) -> LinearPlan:
     stock_seconds, packed_seconds = {}, {}
     for rows in sorted({*MEASURED_ROWS, *PADDED_ROWS}):
         x = torch.randn(rows, first.shape[1]).to(first.dtype)
-        stock_seconds[rows] = _median_seconds(lambda x=x: [F.linear(x, weight) for weight in sample], repeats)
-        packed_seconds[rows] = _median_seconds(lambda x=x: [_prepacked(x, weight, None) for weight in packed], repeats)
+        stock_seconds[rows] = _median_seconds(F.linear, x, sample, repeats)
+        packed_seconds[rows] = _median_seconds(_prepacked, x, packed, repeats)
     gigabytes = size * len(sample) / 1e9
     stock_rate = {rows: round(gigabytes / stock_seconds[rows], 1) for rows in MEASURED_ROWS}
     if sum(stock_seconds.values()) <= sum(packed_seconds.values()):
-        return LinearPlan(*first.shape, PLAIN, {}, stock_rate, stock_rate)
-    run_as = {
-        rows: min([rows, *(p for p in PADDED_ROWS if p > rows)], key=lambda p: packed_seconds[p] * (1 if p == rows else 1.03))
-        for rows in MEASURED_ROWS
-    }
+        return LinearPlan(outputs, inputs, PLAIN, {}, stock_rate, stock_rate)
+    run_as = {rows: _fastest_row_count(rows, packed_seconds) for rows in MEASURED_ROWS}
     rate = {rows: round(gigabytes / packed_seconds[run_as[rows]], 1) for rows in MEASURED_ROWS}
-    return LinearPlan(*first.shape, PACKED, run_as, rate, stock_rate)
+    return LinearPlan(outputs, inputs, PACKED, run_as, rate, stock_rate)
 
 
-def _median_seconds(run, repeats: int) -> float:
-    run()
+def _fastest_row_count(rows: int, seconds: dict[int, float]) -> int:
+    """`rows`, or the larger measured row count that one is faster run as; padding itself costs a little."""
+    larger = [padded for padded in PADDED_ROWS if padded > rows and seconds[padded] * PADDING_COST < seconds[rows]]
+    return min(larger, key=lambda padded: seconds[padded]) if larger else rows
+
+
+def _median_seconds(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor], repeats: int) -> float:
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         start = time.perf_counter()
-        run()
+        for weight in weights:
+            product(x, weight)
         times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
+    return sorted(times[1:])[repeats // 2]
 
 
 def _pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS_HINT)
 
 
-def _prepacked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _prepacked(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -94,8 +94,10 @@ class Clock(Protocol):
 class Session(Protocol):
     """One prompt on a target: a cache that extends, verifies and rolls back. All ids are the target's."""
 
-    length: int
-    """Tokens in the cache; the anchor is not among them."""
+    @property
+    def length(self) -> int:
+        """Tokens in the cache; the anchor is not among them."""
+        ...
 
     def prefill(self) -> int:
         """Run the prompt; returns the first greedy token."""

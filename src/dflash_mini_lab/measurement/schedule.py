@@ -38,6 +38,8 @@ def rotated_orders(arms: Sequence[str], count: int, seed: int) -> list[tuple[str
     Each block of len(arms) orders holds all rotations of one shuffled order: places are balanced inside a block, and the
     shuffle changes who follows whom between blocks.
     """
+    if not arms:
+        return [()] * count
     generator = random.Random(seed)
     orders: list[tuple[str, ...]] = []
     while len(orders) < count:

@@ -1,24 +1,20 @@
 """The lean decoder: the forward pass of a target model with nothing in it but the arithmetic.
 
-Built from the weights of a loaded transformers model (Llama, Qwen2, Qwen3, LFM2): fused q/k/v and gate/up products,
-rotary pairs interleaved so that a rotation is one complex product, preallocated K/V, taps on the way. Its logits equal the
-library's (tests: float64 to 1e-9). Rollback moves a length (attention) or picks earlier inputs (short convolution).
-What it cannot reproduce is refused by `unsupported_reason`, never approximated. No drafting, no greedy choice, no clock.
+Fused q/k/v and gate/up products, rotary pairs interleaved so that a rotation is one complex product, preallocated K/V, taps
+on the way. Its logits equal the library's (tests: float64 to 1e-9). Rollback moves a length (attention) or picks earlier inputs
+(short convolution). Built by lean_build.py. No drafting, no greedy choice, no clock.
 """
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from dflash_mini_lab.packed_linear import BYTES_TO_DEFEAT_CACHE, LinearPlan, PackedLinear, measure_plan, stock_plan
-from dflash_mini_lab.rotary import interleaved_rows, rotate
-
-FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
+from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear
+from dflash_mini_lab.rotary import rotate
 
 
 @dataclass(frozen=True)
@@ -110,24 +106,23 @@ class LeanDecoder:
         """An empty cache for sequences of up to `capacity` tokens. Raises ValueError past the position table."""
         if capacity > len(self.rotation):
             raise ValueError(f"{capacity} positions asked for, the model has {len(self.rotation)}")
-        options = {"dtype": self.dtype, "device": self.embedding.device}
         cache = LeanCache(0, capacity, {}, {}, {}, 0)
         for index, layer in enumerate(self.layers):
             mixer = layer.mixer
             if isinstance(mixer, Attention):
                 shape = (batch, mixer.kv_heads, capacity, mixer.head_dim)
-                cache.keys[index] = torch.zeros(shape, **options)
-                cache.values[index] = torch.zeros(shape, **options)
+                cache.keys[index] = self.embedding.new_zeros(shape)
+                cache.values[index] = self.embedding.new_zeros(shape)
             else:
                 cache.history = len(mixer.kernel) - 1
-                cache.inputs[index] = torch.zeros(batch, cache.history, self.hidden_size, **options)
+                cache.inputs[index] = self.embedding.new_zeros(batch, cache.history, self.hidden_size)
         return cache
 
     def forward(self, ids: Tensor, cache: LeanCache, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
         """Extend `cache` by `ids [batch, rows]`; returns normed hidden states `[batch, rows, hidden]` and, for each layer
         index in `taps`, that layer's output `[batch, rows, hidden]`. All rows are kept until `cache.keep` says otherwise.
         """
-        batch, rows = ids.shape
+        rows = ids.shape[1]
         past = cache.length
         if past + rows > cache.capacity:
             raise ValueError(f"{past} + {rows} tokens do not fit a cache of {cache.capacity}")
@@ -202,141 +197,3 @@ def _convolve(c: ShortConvolution, x: Tensor, cache: LeanCache, index: int) -> T
     if c.bias is not None:
         mixed = mixed + c.bias
     return c.out(gate_out * mixed)
-
-
-# --- building from a loaded model ---------------------------------------------------------------------------------
-
-
-def unsupported_reason(config) -> str | None:
-    """Why the lean decoder cannot reproduce this model, or None. `config` is a transformers text config."""
-    if config.model_type not in FAMILIES:
-        return f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}"
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return f"activation {config.hidden_act!r} is not silu"
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ("default", "linear", "llama3"):
-        return f"rotary scaling {rope!r} depends on the sequence length"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        return "sliding-window attention layers"
-    return None
-
-
-def build_lean_decoder(model: nn.Module, capacity: int, measure: bool = True, consume: bool = False) -> LeanDecoder:
-    """Build from a transformers causal LM.
-
-    `capacity`: positions to prepare, clipped to the model's own. `measure=False` keeps stock products (tests, training).
-    `consume=True` empties the model's layers as they are read, so that weights are held once; the model is unusable afterwards.
-    Raises ValueError with the reason where the family or its settings are not covered.
-    """
-    config = model.config
-    reason = unsupported_reason(config)
-    if reason:
-        raise ValueError(f"no lean decoder: {reason}")
-    base, head = model.model, model.lm_head
-    with torch.inference_mode():
-        plans = _plans(model, measure)
-
-        def linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-            return PackedLinear(weight, bias, plans[tuple(weight.shape)])
-
-        layers = []
-        for layer in base.layers:
-            source = _layer_source(layer, config)
-            if consume:
-                for parameter in layer.parameters():
-                    parameter.data = parameter.data.new_empty(0)
-            linears = {name: linear(*source.linears.pop(name)) for name in list(source.linears)}
-            mixer = source.mixer(linears.pop("mix_in"), linears.pop("mix_out"))
-            layers.append(Layer(mixer, source.input_norm, source.mlp_norm, **linears))
-        norm = base.embedding_norm if config.model_type == "lfm2" else base.norm
-        return LeanDecoder(
-            embedding=base.embed_tokens.weight.detach(),
-            layers=layers,
-            final_norm=norm.weight.detach(),
-            head=linear(head.weight.detach(), head.bias),
-            eps=norm.variance_epsilon,
-            rotation=_rotation_table(base.rotary_emb, min(capacity, config.max_position_embeddings), norm.weight.dtype),
-            plans=list(plans.values()),
-        )
-
-
-def _plans(model: nn.Module, measure: bool) -> dict[tuple[int, ...], LinearPlan]:
-    """A plan for every weight shape, measured on the first layers that together are too large for the processor's cache."""
-    weights: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    head = model.lm_head.weight.detach()
-    weights[tuple(head.shape)].append(head)
-    if not measure:
-        for layer in model.model.layers:
-            for weight, _ in _layer_source(layer, model.config).linears.values():
-                weights[tuple(weight.shape)] = [weight]
-        return {shape: stock_plan(ws[0]) for shape, ws in weights.items()}
-    for layer in model.model.layers:
-        for weight, _ in _layer_source(layer, model.config).linears.values():
-            known = weights[tuple(weight.shape)]
-            if sum(w.numel() * w.element_size() for w in known) < BYTES_TO_DEFEAT_CACHE:
-                known.append(weight)
-    return {shape: measure_plan(ws) for shape, ws in weights.items()}
-
-
-@dataclass(frozen=True)
-class _LayerSource:
-    """One library layer's tensors under common names: fused (weight, bias) pairs, norms, and what builds its mixer."""
-
-    linears: dict[str, tuple[Tensor, Tensor | None]]
-    input_norm: Tensor
-    mlp_norm: Tensor
-    mixer: Callable[[PackedLinear, PackedLinear], Attention | ShortConvolution]
-
-
-def _layer_source(layer: nn.Module, config) -> _LayerSource:
-    lfm2 = config.model_type == "lfm2"
-    mlp = layer.feed_forward if lfm2 else layer.mlp
-    gate, up, down = (mlp.w1, mlp.w3, mlp.w2) if lfm2 else (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    read = _convolution_source if lfm2 and not layer.is_attention_layer else _attention_source
-    mix_in, mix_out, mixer = read(layer, config)
-    return _LayerSource(
-        linears={"mix_in": mix_in, "mix_out": mix_out, "gate_up": _fuse([gate, up]), "down": _fuse([down])},
-        input_norm=(layer.operator_norm if lfm2 else layer.input_layernorm).weight.detach(),
-        mlp_norm=(layer.ffn_norm if lfm2 else layer.post_attention_layernorm).weight.detach(),
-        mixer=mixer,
-    )
-
-
-def _convolution_source(layer: nn.Module, config) -> tuple:
-    conv = layer.conv
-    kernel = conv.conv.weight.detach().squeeze(1).t().contiguous()
-    bias = None if conv.conv.bias is None else conv.conv.bias.detach()
-    return _fuse([conv.in_proj]), _fuse([conv.out_proj]), lambda i, o: ShortConvolution(i, o, kernel, bias)
-
-
-def _attention_source(layer: nn.Module, config) -> tuple:
-    attention, head_dim = layer.self_attn, layer.self_attn.head_dim
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    lfm2 = config.model_type == "lfm2"
-    weight, bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-    rotated = interleaved_rows(heads + kv_heads, head_dim)
-    rows = torch.cat([rotated, torch.arange(len(rotated), len(weight))]).to(weight.device)
-    names = ("q_layernorm", "k_layernorm") if lfm2 else ("q_norm", "k_norm")
-    qk_norm = None
-    if hasattr(attention, names[0]):
-        order = interleaved_rows(1, head_dim).to(weight.device)
-        counts = (heads, kv_heads)
-        norms = [getattr(attention, name).weight.detach()[order] for name in names]
-        qk_norm = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
-    out = attention.out_proj if lfm2 else attention.o_proj
-    mix_in = (weight[rows], None if bias is None else bias[rows])
-    return mix_in, _fuse([out]), lambda i, o: Attention(i, o, qk_norm, heads, kv_heads, head_dim)
-
-
-def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
-    biases = [linear.bias for linear in linears]
-    return weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-
-
-def _rotation_table(rotary: nn.Module, positions: int, dtype: torch.dtype) -> Tensor:
-    """Complex table from the library's own cosine and sine, so that every static scaling comes with it."""
-    probe = torch.zeros(1, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=rotary.inv_freq.device)
-    cos, sin = rotary(probe, torch.arange(positions, device=probe.device)[None])
-    half = cos.shape[-1] // 2
-    return torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from dflash_mini_lab.packed_linear import PackedLinear, measure_plan
+from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan
 from dflash_mini_lab.targets.features import FeatureLog
 from dflash_mini_lab.types import UserError
 
@@ -22,7 +23,7 @@ class LibraryTarget:
 
     path = "library"
 
-    def __init__(self, model: nn.Module, stop_ids: frozenset[int], vocabulary: int, measure: bool = True) -> None:
+    def __init__(self, model: Any, stop_ids: frozenset[int], vocabulary: int, measure: bool = True) -> None:
         self.model, self.stop_ids, self.vocabulary = model, stop_ids, vocabulary
         self.max_positions = model.config.max_position_embeddings
         self.embedding = model.get_input_embeddings().weight.detach()
@@ -112,7 +113,7 @@ class _PackedModule(nn.Module):
         return self.linear(x)
 
 
-def _pack_linears(model: nn.Module) -> list:
+def _pack_linears(model: Any) -> list[LinearPlan]:
     places: dict[tuple[int, ...], list[tuple[nn.Module, str]]] = defaultdict(list)
     for parent in model.modules():
         for name, child in parent.named_children():

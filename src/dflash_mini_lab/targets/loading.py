@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as library_logging
 
-from dflash_mini_lab.targets.lean import build_lean_decoder, unsupported_reason
+from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryTarget
 from dflash_mini_lab.types import UserError
@@ -46,8 +46,11 @@ class LoadedTarget:
     def stock_model(self) -> Any:
         """The library's model, loaded once and kept until `release_stock`."""
         if self._stock is None:
-            self._stock = _from_pretrained(AutoModelForCausalLM, self.where, dtype=self.dtype).eval()
+            self._stock = self._read()
         return self._stock
+
+    def _read(self) -> Any:
+        return _from_pretrained(AutoModelForCausalLM, self.where, dtype=self.dtype).eval()
 
     def release_stock(self) -> None:
         self._stock = None
@@ -59,7 +62,7 @@ class LoadedTarget:
             decoder = build_lean_decoder(self.stock_model(), capacity, measure, consume=not keep_stock)
             target: LeanTarget | LibraryTarget = LeanTarget(decoder, self.stop_ids, self.vocabulary)
         else:
-            model = _from_pretrained(AutoModelForCausalLM, self.where, dtype=self.dtype).eval() if keep_stock else self.stock_model()
+            model = self._read() if keep_stock else self.stock_model()
             target = LibraryTarget(model, self.stop_ids, self.vocabulary, measure)
         if not keep_stock:
             self.release_stock()

@@ -17,7 +17,6 @@ class Blocks:
     """features `[N, tokens, taps · hidden]`; anchors, anchor_ids `[N, A]`; labels `[N, A, S]` in target ids or UNTRAINED."""
 
     features: Tensor
-    lengths: Tensor
     anchors: Tensor
     anchor_ids: Tensor
     labels: Tensor
@@ -39,8 +38,7 @@ def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generat
         places.append(place)
         ids.append(sequence.tokens[place])
         labels.append(torch.where(inside, label, UNTRAINED))
-    lengths = torch.tensor([len(rows) for rows in read])
-    return Blocks(features, lengths, torch.stack(places), torch.stack(ids), torch.stack(labels))
+    return Blocks(features, torch.stack(places), torch.stack(ids), torch.stack(labels))
 
 
 def choose_draft_vocabulary(sequences: Iterable[Sequence], size: int, vocabulary: int) -> Tensor:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 UNTRAINED = -100
@@ -10,7 +11,7 @@ UNTRAINED = -100
 
 def slot_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """`logits [..., S, V]`, `labels [..., S]` (UNTRAINED allowed) → cross-entropy `[..., S]`, 0 where untrained."""
-    flat = torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=UNTRAINED, reduction="none")
+    flat = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=UNTRAINED, reduction="none")
     return flat.view(labels.shape)
 
 

@@ -10,8 +10,13 @@ from torch import Tensor, nn
 
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, `[sequences or 1, positions, 1, head_dim]`."""
+
 
 class TrainableDrafter(nn.Module):
+    frequencies: Tensor
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
@@ -25,16 +30,16 @@ class TrainableDrafter(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, features: Tensor, lengths: Tensor, block_embeddings: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, features: Tensor, block_embeddings: Tensor, anchors: Tensor) -> Tensor:
         """Final slot states `[sequences, blocks, S, hidden]`.
 
-        features `[sequences, tokens, taps · hidden]`, right-padded; lengths `[sequences]` tokens that are real;
+        features `[sequences, tokens, taps · hidden]`, right-padded (no block reaches past its anchor, so padding is never seen);
         block_embeddings `[sequences, blocks, B, hidden]` of `[anchor, MASK × S]`; anchors `[sequences, blocks]` positions.
         A block sees the context strictly before its anchor, and itself.
         """
         sequences, tokens, _ = features.shape
         _, blocks, size, hidden = block_embeddings.shape
-        context = self.hidden_norm(self.fc(features))
+        context = self.hidden_norm(self.fc(features).float())
         x = block_embeddings.reshape(sequences, blocks * size, hidden)
         positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).reshape(sequences, -1)
         context_rotation = self._rotation(torch.arange(tokens, device=anchors.device)[None])
@@ -44,7 +49,7 @@ class TrainableDrafter(nn.Module):
             x = layer(x, context, mask, block_rotation, context_rotation)
         return self.norm(x.view(sequences, blocks, size, hidden)[:, :, 1:])
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor) -> Rotation:
         angles = positions[..., None].float() * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)[:, :, None]
         return angles.cos(), angles.sin()
@@ -58,8 +63,8 @@ class _Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.eps)
 
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor, block_rotation, context_rotation) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, mask, block_rotation, context_rotation)
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor, block: Rotation, before: Rotation) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, mask, block, before)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -75,18 +80,18 @@ class _Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, config.eps)
         self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
 
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor, block_rotation, context_rotation) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor, block: Rotation, before: Rotation) -> Tensor:
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.config.head_dim))
 
-        q = _rotate_half(self.q_norm(heads(self.q_proj(x))), block_rotation)
-        k_block = _rotate_half(self.k_norm(heads(self.k_proj(x))), block_rotation)
-        k_context = _rotate_half(self.k_norm(heads(self.k_proj(context))), context_rotation)
+        q = _rotate_half(self.q_norm(heads(self.q_proj(x)).float()), block)
+        k_block = _rotate_half(self.k_norm(heads(self.k_proj(x)).float()), block)
+        k_context = _rotate_half(self.k_norm(heads(self.k_proj(context)).float()), before)
         k = torch.cat([k_context, k_block], dim=1)
         v = torch.cat([heads(self.v_proj(context)), heads(self.v_proj(x))], dim=1)
         groups = self.config.heads // self.config.kv_heads
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-        q, k, v = (y.transpose(1, 2).to(x.dtype) for y in (q, k, v))
+        q, k, v = (y.transpose(1, 2).to(v.dtype) for y in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
@@ -113,7 +118,7 @@ def block_mask(tokens: int, anchors: Tensor, size: int) -> Tensor:
     return torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, float("-inf"))[:, None]
 
 
-def _rotate_half(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate_half(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)

@@ -1,4 +1,4 @@
-"""`--prepare`: from nothing but the target to verified drafter artifacts. Every stage is kept on disk and goes on where it stopped.
+"""`--prepare`: from nothing but the target to verified drafter artifacts. Every stage is kept on disk and can be resumed.
 
 1 prompts: the seeds, and user turns (chat) or texts (base) that the target samples itself; 2 answers: greedy, with features;
 3 training; 4 artifacts: checkpoint, provenance, log, manifest.
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,12 +26,12 @@ from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.prompts import load_prompts, not_held_out, training_texts
 from dflash_mini_lab.settings import Settings
-from dflash_mini_lab.targets.lean import build_lean_decoder
+from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.loading import LoadedTarget, load_target
 from dflash_mini_lab.targets.weights import fetch
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary
 from dflash_mini_lab.training.prompts import own_prompts
-from dflash_mini_lab.training.recipe import DATA_SHARE, Recipe, choose_mask_token, drafter_config
+from dflash_mini_lab.training.recipe import DATA_SHARE, RECIPES, Recipe, choose_mask_token, drafter_config
 from dflash_mini_lab.training.shards import Sequence, read_sequences, split, write_shard
 from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
 from dflash_mini_lab.training.train import LOG_FILE, RealLoop, train_drafter
@@ -40,7 +39,7 @@ from dflash_mini_lab.types import UserError
 
 OWN_PROMPTS_SHARE = 0.2
 """Share of the data time that samples the target's own prompts."""
-REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 8, 48
+REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 6, 32
 FEWEST_SEQUENCES = 16
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PROVENANCE_FILE, STATE_FILE, PROMPTS_FILE = "provenance.json", "prepare-state.json", "own-prompts.json"
@@ -51,10 +50,10 @@ def prepare(settings: Settings) -> Path:
 
     Raises UserError where the target cannot be read, has no lean decoder, or the time given was too short for any data.
     """
-    recipe = Recipe(seed=settings.seed)
+    entry = resolve(settings.target)
+    recipe = replace(RECIPES.get(entry.name, Recipe()), seed=settings.seed)
     if settings.prepare_minutes:
         recipe = replace(recipe, minutes=settings.prepare_minutes)
-    entry = resolve(settings.target)
     say = print
     where = fetch(entry, settings.cache, say)
     if settings.cpu_threads:

@@ -18,6 +18,8 @@ class Recipe:
     block_size: int = 6
     layers: int = 2
     taps: int = 5
+    tap_layers: tuple[int, ...] | None = None
+    """None: `taps` layers spread over the target."""
     draft_vocabulary: int = 8192
     answer_tokens: int = 128
     own_prompt_tokens: int = 80
@@ -32,7 +34,11 @@ class Recipe:
     seed: int = 7
 
 
-def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_token_id: int, dtype_vocabulary: int) -> DrafterConfig:
+RECIPES = {"smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0)}
+"""Targets whose recipe differs from the default."""
+
+
+def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_token_id: int, vocabulary: int) -> DrafterConfig:
     """A drafter as wide as the target's own layers, with taps spread from the second layer to the third-last."""
     layers = target_config.num_hidden_layers
     heads, kv_heads = target_config.num_attention_heads, target_config.num_key_value_heads
@@ -44,11 +50,11 @@ def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_to
         kv_heads=kv_heads,
         head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
         block_size=recipe.block_size,
-        taps=spread_taps(layers, recipe.taps),
+        taps=recipe.tap_layers or spread_taps(layers, recipe.taps),
         mask_token_id=mask_token_id,
         target_layers=layers,
-        vocabulary=dtype_vocabulary,
-        eps=getattr(target_config, "rms_norm_eps", None) or getattr(target_config, "norm_eps", 1e-6),
+        vocabulary=vocabulary,
+        eps=float(getattr(target_config, "rms_norm_eps", None) or target_config.norm_eps),
         rope_theta=(target_config.rope_parameters or {}).get("rope_theta", 10000.0),
         target_name=target_name,
     )
@@ -56,10 +62,10 @@ def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_to
 
 def spread_taps(layers: int, taps: int) -> tuple[int, ...]:
     """`taps` layer indices, evenly from the second layer to the third-last, as DFlash takes them."""
-    first, last = min(1, layers - 2), max(layers - 3, 0)
-    count = min(taps, last - first + 1)
-    if count < 1:
+    if layers < 3:
         raise UserError(f"A target of {layers} layers is too shallow to tap: at least 3 are needed.")
+    first, last = 1, max(layers - 3, 1)
+    count = min(taps, last - first + 1)
     if count == 1:
         return (last,)
     return tuple(sorted({round(first + index * (last - first) / (count - 1)) for index in range(count)}))

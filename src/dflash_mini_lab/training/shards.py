@@ -54,8 +54,9 @@ def read_sequences(folder: Path) -> list[Sequence]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as shard:
             tokens = shard.get_tensor("tokens").long()
+            lengths, prompts = shard.get_tensor("lengths").tolist(), shard.get_tensor("prompt_lengths").tolist()
             token, feature = 0, 0
-            for length, prompt in zip(shard.get_tensor("lengths").tolist(), shard.get_tensor("prompt_lengths").tolist(), strict=True):
+            for length, prompt in zip(lengths, prompts, strict=True):
                 found.append(Sequence(tokens[token : token + length], prompt, path, feature))
                 token, feature = token + length, feature + length - 1
     return found
@@ -70,7 +71,8 @@ def read_features(sequence: Sequence) -> Tensor:
 
 def split(sequences: list[Sequence], held_out_share: float) -> tuple[list[Sequence], list[Sequence]]:
     """Training and held-out sequences, by a digest of the prompt: the same prompt is never on both sides."""
-    training, held_out = [], []
+    training: list[Sequence] = []
+    held_out: list[Sequence] = []
     for sequence in sequences:
         prompt = sequence.tokens[: sequence.prompt_length].numpy().tobytes()
         place = int.from_bytes(hashlib.sha256(prompt).digest()[:4], "big") / 2**32

@@ -27,7 +27,7 @@ from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.shards import Sequence
 
-LOOK_EVERY_S = 120.0
+LOOK_EVERY_S = 300.0
 HELD_OUT_SEQUENCES = 160
 HELD_OUT_ANCHORS = 12
 STATE_FILE, LOG_FILE = "training-state.safetensors", "training-log.jsonl"
@@ -62,7 +62,7 @@ def train_drafter(
     torch.manual_seed(recipe.seed)
     model = TrainableDrafter(config)
     warm_start(model, target_tensors)
-    trainer = _Trainer(model, config, recipe, target_tensors, draft_to_target)
+    trainer = _Trainer(model, recipe, target_tensors, draft_to_target)
     progress = trainer.resume(folder) or Progress()
     generator = torch.Generator().manual_seed(recipe.seed + progress.step)
     order: list[int] = []
@@ -123,11 +123,11 @@ def warm_start(model: TrainableDrafter, target_tensors: dict[str, Tensor]) -> No
 class _Trainer:
     """Model, optimiser and frozen target parts. bfloat16 autocast: twice float32's rate where the processor has it."""
 
-    def __init__(self, model: TrainableDrafter, config: DrafterConfig, recipe: Recipe, target: dict[str, Tensor], d2t: Tensor) -> None:
-        self.model, self.config, self.recipe, self.draft_to_target = model, config, recipe, d2t
+    def __init__(self, model: TrainableDrafter, recipe: Recipe, target: dict[str, Tensor], d2t: Tensor) -> None:
+        self.model, self.config, self.recipe, self.draft_to_target = model, model.config, recipe, d2t
         self.embedding = target["embedding"].bfloat16()
         self.head = target["head"][d2t].bfloat16().contiguous()
-        self.to_draft = target_to_draft(d2t, config.vocabulary)
+        self.to_draft = target_to_draft(d2t, self.config.vocabulary)
         self.optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     def logits(self, blocks: Blocks) -> Tensor:
@@ -136,7 +136,7 @@ class _Trainer:
         anchor = self.embedding[blocks.anchor_ids][:, :, None]
         mask = self.embedding[self.config.mask_token_id].expand(*blocks.anchor_ids.shape, masks, -1)
         with torch.autocast("cpu", torch.bfloat16):
-            hidden = self.model(blocks.features, blocks.lengths, torch.cat([anchor, mask], dim=2).float(), blocks.anchors)
+            hidden = self.model(blocks.features, torch.cat([anchor, mask], dim=2).float(), blocks.anchors)
             return F.linear(hidden.bfloat16(), self.head)
 
     def step(self, blocks: Blocks, rate_share: float) -> float:
@@ -194,7 +194,7 @@ class _Trainer:
         if not path.exists():
             return None
         with safe_open(path, "pt") as saved:
-            tensors = {name: saved.get_tensor(name) for name in saved.keys()}
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - not a dict, it has no iterator
             facts = saved.metadata()
         self.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
         state: dict[int, dict[str, Tensor]] = {}

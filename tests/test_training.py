@@ -1,0 +1,140 @@
+"""The preparation pipeline on a tiny real model: data, blocks, losses, a drafter that learns, and a run that resumes."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
+from dflash_mini_lab.targets.lean_build import build_lean_decoder
+from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks, target_to_draft
+from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted
+from dflash_mini_lab.training.recipe import Recipe, drafter_config, spread_taps
+from dflash_mini_lab.training.shards import Sequence, read_features, read_sequences, split, write_shard
+from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
+from dflash_mini_lab.training.train import learning_rate_share, train_drafter
+from dflash_mini_lab.types import UserError
+from tests.tiny_models import FAMILIES, POSITIONS, TAPS, plain_greedy, random_ids, tiny_model
+
+TINY = Recipe(block_size=4, layers=1, tap_layers=TAPS, draft_vocabulary=40, sequences=4, anchors=6, minutes=1.0)
+
+
+def trajectories(family: str, prompts: list[list[int]], new: int, stops: tuple[int, ...] = ()) -> dict[tuple[int, ...], list[int]]:
+    decoder = build_lean_decoder(tiny_model(family), POSITIONS, measure=False)
+    found = continue_batch(decoder, torch.tensor(prompts), new, stops, TAPS)
+    return {tuple(t.tokens[: t.prompt_length]): t.tokens[t.prompt_length :] for t in found}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_s_answers_are_what_each_prompt_alone_gets(family: str) -> None:
+    prompts = [random_ids(3, 0) + random_ids(4, seed) for seed in range(6)]
+    answers = trajectories(family, prompts, 12)
+    assert answers == {tuple(prompt): plain_greedy(family, prompt, 12) for prompt in prompts}
+
+
+def test_a_stop_token_is_the_last_of_its_answer_and_the_others_go_on() -> None:
+    prompts = [random_ids(5, seed) for seed in range(8)]
+    full = {tuple(prompt): plain_greedy("llama", prompt, 10) for prompt in prompts}
+    stop = full[tuple(prompts[0])][3]
+    for prompt, answer in trajectories("llama", prompts, 10, (stop,)).items():
+        whole = full[prompt]
+        assert answer == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+
+
+@torch.inference_mode()
+def test_features_on_disk_are_those_of_a_fresh_pass(tmp_path: Path) -> None:
+    decoder = build_lean_decoder(tiny_model("lfm2"), POSITIONS, measure=False)
+    prompts = torch.tensor([random_ids(5, 0)[:2] + random_ids(3, seed) for seed in range(4)])
+    write_shard(tmp_path / "0.safetensors", continue_batch(decoder, prompts, 9, (), TAPS))
+    sequences = read_sequences(tmp_path)
+    assert len(sequences) == 4
+    for sequence in sequences:
+        hidden = tiny_model("lfm2")(sequence.tokens[None, :-1], output_hidden_states=True).hidden_states
+        expected = torch.cat([hidden[tap + 1][0] for tap in TAPS], dim=-1)
+        torch.testing.assert_close(read_features(sequence).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_batches_hold_prompts_of_one_length_and_small_buckets_are_left_out() -> None:
+    prompts = [random_ids(5, seed) for seed in range(20)] + [random_ids(7, seed) for seed in range(3)]
+    batches = equal_length_batches(prompts, 12, seed=0)
+    assert sorted(tuple(batch.shape) for batch in batches) == [(8, 5), (12, 5)]
+
+
+def sequence_on_disk(folder: Path) -> list[Sequence]:
+    decoder = build_lean_decoder(tiny_model("llama", torch.float32), POSITIONS, measure=False)
+    prompts = torch.tensor([random_ids(4, seed) for seed in range(24)])
+    write_shard(folder / "0.safetensors", continue_batch(decoder, prompts, 16, (), TAPS))
+    return read_sequences(folder)
+
+
+def test_blocks_are_cut_inside_answers_and_label_what_follows_the_anchor(tmp_path: Path) -> None:
+    sequences = sequence_on_disk(tmp_path)[:3]
+    blocks = cut_blocks(sequences, 50, 5, torch.Generator().manual_seed(0))
+    for row, sequence in enumerate(sequences):
+        assert int(blocks.anchors[row].min()) >= sequence.prompt_length
+        assert int(blocks.anchors[row].max()) <= len(sequence.tokens) - 2
+        for anchor, token, labels in zip(blocks.anchors[row], blocks.anchor_ids[row], blocks.labels[row], strict=True):
+            after = sequence.tokens[anchor + 1 : anchor + 5].tolist()
+            assert token == sequence.tokens[anchor]
+            assert labels.tolist() == after + [UNTRAINED] * (4 - len(after))
+
+
+def test_the_same_prompt_is_never_on_both_sides_of_the_split(tmp_path: Path) -> None:
+    twice = sequence_on_disk(tmp_path) * 2
+    training, held_out = split(twice, 0.4)
+    sides = [{tuple(s.tokens[: s.prompt_length].tolist()) for s in side} for side in (training, held_out)]
+    assert sides[0]
+    assert sides[1]
+    assert not sides[0] & sides[1]
+
+
+def test_the_draft_vocabulary_holds_the_most_frequent_answer_tokens(tmp_path: Path) -> None:
+    sequences = sequence_on_disk(tmp_path)
+    chosen = choose_draft_vocabulary(sequences, 5, 61)
+    counts = torch.bincount(torch.cat([s.tokens[s.prompt_length :] for s in sequences]), minlength=61)
+    assert counts[chosen].min() >= counts[[t for t in range(61) if t not in chosen.tolist()]].max()
+    rows = target_to_draft(chosen, 61)
+    assert rows[chosen].tolist() == [0, 1, 2, 3, 4]
+    assert (rows == UNTRAINED).sum() == 56
+
+
+def test_weights_and_accepted_lengths_by_hand() -> None:
+    weights = dpace_weights(torch.tensor([[1.0, 0.0]]), alpha=0.5)
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 0.5]]))
+    assert expected_accepted(torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()).tolist() == [2, 0, 4]
+
+
+def test_taps_run_from_the_second_to_the_third_last_layer() -> None:
+    assert spread_taps(30, 5) == (1, 8, 14, 20, 27)
+    assert spread_taps(4, 5) == (1,)
+    assert spread_taps(3, 2) == (1,)
+    with pytest.raises(UserError, match="too shallow"):
+        spread_taps(2, 1)
+
+
+def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
+    assert learning_rate_share(0.02, TINY) == pytest.approx(0.5)
+    assert learning_rate_share(0.04, TINY) == pytest.approx(1.0)
+    assert learning_rate_share(1.0, TINY) == pytest.approx(TINY.final_rate)
+
+
+@pytest.mark.slow
+def test_a_drafter_learns_and_an_interrupted_training_goes_on(tmp_path: Path) -> None:
+    sequences = sequence_on_disk(tmp_path / "answers")
+    model = tiny_model("llama", torch.float32)
+    config = drafter_config(TINY, model.config, "tiny", 1, 61)
+    tables = {"embedding": model.get_input_embeddings().weight.detach(), "head": model.get_output_embeddings().weight.detach()}
+    vocabulary = choose_draft_vocabulary(sequences, 61, 61)
+
+    def train(seconds: float) -> tuple[dict, dict]:
+        return train_drafter(config, replace(TINY, learning_rate=3e-3), tables, vocabulary, sequences, sequences, seconds, tmp_path)
+
+    _, first = train(1.0)
+    tensors, second = train(4.0)
+    assert second["step"] > first["step"] > 0
+    assert second["training_seconds"] >= 4.0 > first["training_seconds"]
+    assert second["held_out_tau"] > first["held_out_tau"]
+    assert second["held_out_tau"] > 1.5, "these answers were trained on, so they must be predictable"
+    assert DRAFT_TO_TARGET in tensors
