@@ -59,7 +59,7 @@ def test_every_cell_runs_every_arm_once_and_the_reference_is_the_librarys(finish
 def test_warm_up_cells_are_kept_and_excluded(finished: Benchmark) -> None:
     assert [cell["warmup"] for cell in finished["cells"]] == [True, False, False, False, False]
     assert finished["cells"][0]["repeat"] == -1
-    assert {arm: result["runs"] for arm, result in finished["results"]["arms"].items()} == dict.fromkeys(("00", "00'", "01", "08"), 4)
+    assert all(result["runs"] == 4 for result in finished["results"]["arms"].values())
 
 
 def test_the_times_of_a_warm_up_change_no_result(finished: Benchmark) -> None:
@@ -252,7 +252,9 @@ def test_resuming_a_finished_run_measures_nothing(tmp_path: Path, finished: Benc
         ({"dtype": "bfloat16"}, "settings.dtype"),
     ],
 )
-def test_other_settings_refuse_to_resume_and_are_named(tmp_path: Path, finished: Benchmark, changes: dict[str, Any], named: str) -> None:
+def test_other_settings_refuse_to_resume_and_are_named(
+    tmp_path: Path, finished: Benchmark, changes: dict[str, Any], named: str
+) -> None:
     write(tmp_path / "benchmark.json", finished)
     with pytest.raises(UserError, match=named):
         run(settings(tmp_path, resume=True, **changes))

@@ -48,3 +48,7 @@ def test_warm_ups_come_first_are_marked_and_share_no_key_with_measured_cells() -
 def test_warm_ups_do_not_move_the_orders_of_measured_cells() -> None:
     with_warmup, without = plan(["a"], 5, ARMS, 2, 7), plan(["a"], 5, ARMS, 0, 7)
     assert with_warmup[2:] == without
+
+
+def test_no_arms_still_have_a_plan() -> None:
+    assert rotated_orders((), 3, seed=7) == [(), (), ()]

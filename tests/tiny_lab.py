@@ -1,11 +1,11 @@
-"""A whole benchmark in milliseconds: a tiny random Llama as target and library model, a drafter that knows the answer in part, and
-a clock that moves by itself. For tests of everything around decoding."""
+"""A whole benchmark in milliseconds: a tiny random Llama as target and library model, a drafter that knows part of the answer,
+and a clock that moves by itself. For tests of everything around decoding."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def encode(text: str) -> list[int]:
     return [ord(letter) % VOCABULARY for letter in text]
 
 
-@lru_cache(maxsize=None)
+@cache
 def continuation(prompt_ids: tuple[int, ...], budget: int) -> tuple[int, ...]:
     return reference_greedy(stock_model(), prompt_ids, budget, frozenset(), POSITIONS).tokens
 
@@ -119,7 +119,9 @@ class LyingTarget(LeanTarget):
         return session
 
 
-def tiny_model(drafter: KnowingDrafter | None = None, target_class: type[LeanTarget] = LeanTarget, dtype: str = "float32") -> Model:
+def tiny_model(
+    drafter: KnowingDrafter | None = None, target_class: type[LeanTarget] = LeanTarget, dtype: str = "float32"
+) -> Model:
     drafter = drafter or KnowingDrafter()
     stops: frozenset[int] = frozenset()
 
@@ -136,13 +138,13 @@ def tiny_model(drafter: KnowingDrafter | None = None, target_class: type[LeanTar
         return Engine(target, drafter, path_logits, [plan.as_json() for plan in target.plans])  # type: ignore[arg-type]
 
     facts = {
-        "name": "tiny", "source": "random", "license": None, "family": "llama", "parameters": 1000, "layers": 2, "hidden_size": 32,
-        "vocabulary": VOCABULARY, "dtype": dtype, "device": "cpu", "prompt_format": "plain", "chat_template_sha256": None,
-        "weights_sha256": "0" * 64, "weights_bytes": 4000, "path": "lean", "path_reason": None, "max_positions": POSITIONS,
+        "name": "tiny", "source": "random", "license": None, "family": "llama", "parameters": 1000, "layers": 2,
+        "hidden_size": 32, "vocabulary": VOCABULARY, "dtype": dtype, "device": "cpu", "prompt_format": "plain",
+        "chat_template_sha256": None, "weights_sha256": "0" * 64, "weights_bytes": 4000, "path": "lean", "path_reason": None, "max_positions": POSITIONS,
     }  # fmt: skip
     drafter_facts = {
-        "name": "tiny", "files": [{"name": "model.safetensors", "sha256": "1" * 64, "bytes": 10}], "block_size": BLOCK, "taps": [0],
-        "layers": 1, "draft_vocabulary": VOCABULARY, "parameters": 10, "provenance": {"made": "for a test"},
+        "name": "tiny", "files": [{"name": "model.safetensors", "sha256": "1" * 64, "bytes": 10}], "block_size": BLOCK,
+        "taps": [0], "layers": 1, "draft_vocabulary": VOCABULARY, "parameters": 10, "provenance": {"made": "for a test"},
     }  # fmt: skip
     return Model(
         stop_ids=stops, max_positions=POSITIONS, block_size=BLOCK, encode_prompt=encode, decode_text=lambda ids: str(list(ids)),
@@ -152,7 +154,8 @@ def tiny_model(drafter: KnowingDrafter | None = None, target_class: type[LeanTar
 
 def settings(folder: Path, **changes: Any) -> Settings:
     small: dict[str, Any] = {
-        "tokens": 12, "repeats": 2, "methods": ("00", "01", "08"), "calibration_tokens": 8, "cpu_threads": None, "output_dir": folder,
+        "tokens": 12, "repeats": 2, "methods": ("00", "01", "08"), "calibration_tokens": 8,
+        "output_dir": folder,
     }  # fmt: skip
     return Settings(**{**small, **changes})
 

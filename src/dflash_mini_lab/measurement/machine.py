@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,9 +42,9 @@ def facts(device: str = "cpu") -> dict[str, Any]:
         "memory_bytes": _attempt(_memory_bytes),
         "os": _attempt(platform.platform) or sys.platform,
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "transformers": _version("transformers"),
-        "numpy": _version("numpy"),
+        "torch": _attempt(lambda: version("torch")),
+        "transformers": _attempt(lambda: version("transformers")),
+        "numpy": _attempt(lambda: version("numpy")),
         "blas": _attempt(_blas),
         "load_average": load_average(),
         "gpu": _attempt(lambda: _gpu_name(device)),
@@ -125,15 +126,6 @@ def _memory_bytes() -> int:
     if sys.platform == "win32":
         return _windows_memory_bytes()
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _blas() -> str | None:
