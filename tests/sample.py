@@ -175,6 +175,7 @@ def sample_benchmark(
             "gpu": None,
         },
         "linear_plans": _linear_plans(),
+        "padded_rows": {"1": 4, "2": 4},
         "prompts": chosen,
         "arms": arms,
         "calibration": {
@@ -472,7 +473,6 @@ def _linear_plans() -> list[dict[str, Any]]:
             "out_features": rows,
             "in_features": columns,
             "storage": "prepacked",
-            "run_as": {"1": 4, "2": 4, "6": 6, "8": 8},
             "gigabytes_per_second": {"1": fast, "2": fast - 1, "6": fast - 2, "8": fast - 4},
             "stock_gigabytes_per_second": {"1": stock, "2": stock / 2, "6": stock * 0.6, "8": stock * 0.7},
         }

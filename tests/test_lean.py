@@ -1,11 +1,13 @@
 """The lean decoder equals the library's logits, and the packed linear equals a plain one."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.tiny_models import FAMILIES, POSITIONS, tiny_config, tiny_model
 
-from dflash_mini_lab.packed_linear import PACKED, LinearPlan, PackedLinear, measure_plan, packed_storage_works, stock_plan
+from dflash_mini_lab.packed_linear import MEASURED_ROWS, PACKED, LinearPlan, PackedLinear, measure_plan, packed_storage_works, padded_rows, stock_plan
 from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 
 
@@ -21,7 +23,7 @@ def test_logits_and_taps_equal_the_library_s_in_any_split_into_calls(family: str
     logits, taps, place = [], [], 0
     for rows in (9, 1, 5, 1, 8, 16):
         hidden, tapped = decoder.forward(ids[:, place : place + rows], cache, (1, 2))
-        logits.append(decoder.logits(hidden))
+        logits.append(decoder.logits(hidden.flatten(0, 1)).view(2, rows, -1))
         taps.append(torch.cat(tapped, dim=-1))
         place += rows
     torch.testing.assert_close(torch.cat(logits, 1), library.logits, rtol=0, atol=tolerance)
@@ -35,7 +37,7 @@ def test_consuming_a_model_leaves_its_layers_empty_and_the_decoder_whole() -> No
     expected = model(ids).logits
     decoder = build_lean_decoder(model, POSITIONS, measure=False, consume=True)
     hidden, _ = decoder.forward(ids, decoder.new_cache(8))
-    torch.testing.assert_close(decoder.logits(hidden), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(decoder.logits(hidden[0])[None], expected, rtol=0, atol=1e-4)
     assert sum(parameter.numel() for layer in model.model.layers for parameter in layer.parameters()) == 0
 
 
@@ -72,7 +74,7 @@ def test_every_way_to_run_a_packed_weight_equals_the_plain_product(rows: int, bi
     weight, x = torch.randn(48, 64, generator=generator), torch.randn(1, rows, 64, generator=generator)
     b = torch.randn(48, generator=generator) if bias else None
     expected = torch.nn.functional.linear(x, weight, b)
-    for plan in (stock_plan(weight), LinearPlan(48, 64, PACKED, {}, {}, {}), LinearPlan(48, 64, PACKED, {1: 4, 2: 6, 4: 6}, {}, {})):
+    for plan in (stock_plan(weight), LinearPlan(48, 64, PACKED)):
         torch.testing.assert_close(PackedLinear(weight, b, plan)(x), expected, rtol=0, atol=1e-4)
 
 
@@ -81,8 +83,34 @@ def test_a_plan_says_what_it_chose_and_reached_at_every_measured_row_count() -> 
     plan = measure_plan([weight], repeats=1)
     facts = plan.as_json()
     assert facts["storage"] in ("plain", "prepacked")
-    assert all(int(padded) >= int(rows) for rows, padded in facts["run_as"].items())
-    assert set(facts["stock_gigabytes_per_second"]) == ({"1", "2", "4", "6", "8"} if packed_storage_works(torch.float32, weight.device) else set())
+    measured = {str(rows) for rows in MEASURED_ROWS} if packed_storage_works(torch.float32, weight.device) else set()
+    assert set(facts["gigabytes_per_second"]) == set(facts["stock_gigabytes_per_second"]) == measured
+
+
+def test_a_row_count_is_padded_where_the_summed_products_are_faster() -> None:
+    slow_single = dict.fromkeys(MEASURED_ROWS, 20.0) | {4: 40.0}
+    even = dict.fromkeys(MEASURED_ROWS, 20.0)
+    plans = [(LinearPlan(100, 100, PACKED, slow_single, even), 3), (LinearPlan(10, 10, PACKED, even, even), 1)]
+    assert padded_rows(plans) == {1: 4, 2: 4, 3: 4}
+    assert padded_rows([(LinearPlan(100, 100, PACKED, even, even), 1)]) == {}
+    assert padded_rows([*plans, (stock_plan(torch.zeros(4, 4)), 1)]) == {}, "nothing measured, nothing padded"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_padded_calls_give_the_same_logits_taps_and_state(family: str) -> None:
+    model, ids = tiny_model(family), torch.randint(3, 60, (1, 30), generator=torch.Generator().manual_seed(1))
+    library = model(ids).logits
+    decoder = replace(build_lean_decoder(model, 32, measure=False), padded_rows={1: 4, 2: 4, 3: 6, 5: 6})
+    cache, logits, place = decoder.new_cache(31), [], 0
+    for rows, kept in ((3, 3), (1, 1), (5, 2), (2, 0), (2, 2), (1, 1), (3, 1), (7, 7), (5, 5), (3, 3), (2, 2), (1, 1), (1, 1), (1, 1)):
+        hidden, (tapped,) = decoder.forward(ids[:, place : place + rows], cache, (2,))
+        assert tapped.shape[1] == rows
+        logits.append(decoder.logits(hidden[0])[:kept])
+        cache.keep(kept)
+        place += kept
+    assert place == 30, "the last calls have no room to pad in the position table"
+    torch.testing.assert_close(torch.cat(logits), library[0], rtol=0, atol=1e-9)
 
 
 def test_where_the_prepacked_product_does_not_exist_stock_is_the_answer() -> None:

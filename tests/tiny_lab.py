@@ -135,7 +135,7 @@ def tiny_model(
         def path_logits(prompt_ids: Sequence[int]) -> Any:
             return lambda tokens: target.logits([*prompt_ids, *tokens])[len(prompt_ids) - 1 :].numpy()
 
-        return Engine(target, drafter, path_logits, [plan.as_json() for plan in target.plans])  # type: ignore[arg-type]
+        return Engine(target, drafter, path_logits, [plan.as_json() for plan in target.plans], {})  # type: ignore[arg-type]
 
     facts = {
         "name": "tiny", "source": "random", "license": None, "family": "llama", "parameters": 1000, "layers": 2,

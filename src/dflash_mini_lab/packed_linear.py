@@ -8,72 +8,78 @@ Nothing here knows about models, caches or decoding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MEASURED_ROWS = (1, 2, 4, 6, 8)
-PADDED_ROWS = (4, 6)
+MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 PACK_ROWS_HINT = 8
 """Row count that oneDNN packs for. Packing for 8 was the fastest at every row count from 1 to 16 (docs/lab-log.md)."""
-PADDING_COST = 1.03
+PADDING_COST = 1.02
 BYTES_TO_DEFEAT_CACHE = 96 * 2**20
 PLAIN, PACKED = "plain", "prepacked"
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How weights of one shape are stored and how each row count is run.
+    """How weights of one shape are stored, and the weight-reading rate at each measured row count, ours and the stock product's.
 
-    `run_as` maps a measured row count to the row count it is padded to (itself where padding does not pay);
-    `gigabytes_per_second` and `stock_gigabytes_per_second` give the weight-reading rate reached and the one of
-    the stock product.
+    Empty rates: nothing was measured, the stock product serves.
     """
 
     out_features: int
     in_features: int
     storage: str
-    run_as: dict[int, int]
-    gigabytes_per_second: dict[int, float]
-    stock_gigabytes_per_second: dict[int, float]
+    gigabytes_per_second: dict[int, float] = field(default_factory=dict)
+    stock_gigabytes_per_second: dict[int, float] = field(default_factory=dict)
 
-    def rows_to_run(self, rows: int) -> int:
-        return max(self.run_as.get(rows, rows), rows)
+    def seconds(self, rows: int) -> float:
+        """Relative time of one product with `rows` rows, in weights per measured rate."""
+        return self.out_features * self.in_features / self.gigabytes_per_second[rows]
 
-    def as_json(self) -> dict:
+    def as_json(self) -> dict[str, Any]:
         facts = asdict(self)
-        for field in ("run_as", "gigabytes_per_second", "stock_gigabytes_per_second"):
-            facts[field] = {str(rows): value for rows, value in facts[field].items()}
+        for name in ("gigabytes_per_second", "stock_gigabytes_per_second"):
+            facts[name] = {str(rows): round(rate, 1) for rows, rate in facts[name].items()}
         return facts
 
 
 def stock_plan(weight: Tensor) -> LinearPlan:
     """The plan that changes nothing: `F.linear` at every row count."""
-    return LinearPlan(weight.shape[0], weight.shape[1], PLAIN, {}, {}, {})
+    return LinearPlan(weight.shape[0], weight.shape[1], PLAIN)
+
+
+def padded_rows(plans: Sequence[tuple[LinearPlan, int]]) -> dict[int, int]:
+    """Row counts that a whole forward pass runs faster as a larger one, by the summed time of its products.
+
+    `plans`: each shape's plan and how often it occurs. A single row is often faster run as four, with the others thrown away.
+    """
+    if not all(plan.gigabytes_per_second for plan, _ in plans):
+        return {}
+    total = {rows: sum(count * plan.seconds(rows) for plan, count in plans) for rows in MEASURED_ROWS}
+    better = {}
+    for rows in MEASURED_ROWS:
+        best = min((larger for larger in MEASURED_ROWS if larger >= rows), key=lambda larger: total[larger])
+        if total[best] * PADDING_COST < total[rows]:
+            better[rows] = best
+    return better
 
 
 class PackedLinear:
     """`x [..., in] → x Wᵀ + b [..., out]` by a plan. Holds one copy of the weight, in the plan's storage."""
 
-    __slots__ = ("bias", "plan", "storage", "weight")
+    __slots__ = ("bias", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> None:
-        self.plan, self.bias = plan, bias
-        self.storage = plan.storage
-        self.weight = _pack(weight) if plan.storage == PACKED else weight
+        self.bias, self.packed = bias, plan.storage == PACKED
+        self.weight = _pack(weight) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.storage == PLAIN:
-            return F.linear(x, self.weight, self.bias)
-        rows = x.numel() // x.shape[-1]
-        run_as = self.plan.rows_to_run(rows)
-        if run_as == rows:
-            return _prepacked(x, self.weight, self.bias)
-        padded = F.pad(x.reshape(rows, -1), (0, 0, 0, run_as - rows))
-        return _prepacked(padded, self.weight, self.bias)[:rows].view(*x.shape[:-1], -1)
+        return (_prepacked if self.packed else F.linear)(x, self.weight, self.bias)
 
 
 def packed_storage_works(dtype: torch.dtype, device: torch.device) -> bool:
@@ -90,37 +96,28 @@ def packed_storage_works(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def measure_plan(weights: list[Tensor], repeats: int = 5) -> LinearPlan:
-    """Time each way on `weights` (same shape; enough of them that they do not sit in cache) and keep the fastest.
+    """Time stock and prepacked products on `weights` (same shape; enough of them that they do not sit in cache).
 
-    Storage is chosen by the time summed over MEASURED_ROWS, since one copy of the weights serves every row count;
-    padding is then chosen for each row count.
+    One copy of a weight serves every row count, so the storage with the smaller time summed over MEASURED_ROWS is kept.
     """
     first = weights[0]
     outputs, inputs = first.shape
-    plain = stock_plan(first)
     if not packed_storage_works(first.dtype, first.device):
-        return plain
+        return stock_plan(first)
     size = first.numel() * first.element_size()
     sample = weights[: max(1, -(-BYTES_TO_DEFEAT_CACHE // size))]
     packed = [_pack(weight) for weight in sample]
     stock_seconds, packed_seconds = {}, {}
-    for rows in sorted({*MEASURED_ROWS, *PADDED_ROWS}):
-        x = torch.randn(rows, first.shape[1]).to(first.dtype)
+    for rows in MEASURED_ROWS:
+        x = torch.randn(rows, inputs).to(first.dtype)
         stock_seconds[rows] = _median_seconds(F.linear, x, sample, repeats)
         packed_seconds[rows] = _median_seconds(_prepacked, x, packed, repeats)
     gigabytes = size * len(sample) / 1e9
-    stock_rate = {rows: round(gigabytes / stock_seconds[rows], 1) for rows in MEASURED_ROWS}
+    stock_rate = {rows: gigabytes / seconds for rows, seconds in stock_seconds.items()}
+    packed_rate = {rows: gigabytes / seconds for rows, seconds in packed_seconds.items()}
     if sum(stock_seconds.values()) <= sum(packed_seconds.values()):
-        return LinearPlan(outputs, inputs, PLAIN, {}, stock_rate, stock_rate)
-    run_as = {rows: _fastest_row_count(rows, packed_seconds) for rows in MEASURED_ROWS}
-    rate = {rows: round(gigabytes / packed_seconds[run_as[rows]], 1) for rows in MEASURED_ROWS}
-    return LinearPlan(outputs, inputs, PACKED, run_as, rate, stock_rate)
-
-
-def _fastest_row_count(rows: int, seconds: dict[int, float]) -> int:
-    """`rows`, or the larger measured row count that one is faster run as; padding itself costs a little."""
-    larger = [padded for padded in PADDED_ROWS if padded > rows and seconds[padded] * PADDING_COST < seconds[rows]]
-    return min(larger, key=lambda padded: seconds[padded]) if larger else rows
+        return LinearPlan(outputs, inputs, PLAIN, stock_rate, stock_rate)
+    return LinearPlan(outputs, inputs, PACKED, packed_rate, stock_rate)
 
 
 def _median_seconds(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor], repeats: int) -> float:

@@ -22,6 +22,7 @@ class Engine:
     drafter: Drafter | None
     path_logits: Callable[[Sequence[int]], LogitsOf]
     linear_plans: list[dict[str, Any]]
+    padded_rows: dict[str, int]
 
 
 @dataclass(frozen=True)

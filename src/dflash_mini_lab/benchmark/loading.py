@@ -60,7 +60,8 @@ def load_model(settings: Settings, say: Say) -> Model:
             return lambda tokens: target.logits([*prompt_ids, *tokens])[len(prompt_ids) - 1 :].float().cpu().numpy()
 
         plans = [*target.plans, *(drafter.plans if drafter else [])]
-        return Engine(target, drafter, path_logits, [plan.as_json() for plan in plans])
+        padded = {str(rows): run for rows, run in target.padded_rows.items()}
+        return Engine(target, drafter, path_logits, [plan.as_json() for plan in plans], padded)
 
     return Model(
         stop_ids=loaded.stop_ids,

@@ -88,7 +88,8 @@ def take_measurements(run: Session, benchmark: Benchmark) -> None:
             references = session.take_references(run, benchmark, stock)
             expected = session.take_calibration_references(run, benchmark, stock)
         engine = run.model.build(session.capacity(run))
-        benchmark["linear_plans"] = benchmark["linear_plans"] or engine.linear_plans
+        if not benchmark["linear_plans"]:
+            benchmark["linear_plans"], benchmark["padded_rows"] = engine.linear_plans, engine.padded_rows
         stock = peers_model.enter_context(run.model.stock() if run.settings["peers"] else nullcontext())
         session.take_calibration(run, benchmark, engine, expected)
         session.take_verify_cost(run, benchmark, engine)

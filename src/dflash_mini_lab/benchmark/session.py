@@ -59,6 +59,7 @@ def new_benchmark(session: Session, command: Sequence[str]) -> Benchmark:
         "settings": dict(session.settings),
         "machine": {**machine.facts(model.device), "load_average_after": None},
         "linear_plans": [],
+        "padded_rows": {},
         "prompts": [
             {"id": p.id, "category": p.category, "text": p.text, "prompt_tokens": len(session.encoded[p.id])}
             for p in session.prompts

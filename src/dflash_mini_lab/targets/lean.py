@@ -92,6 +92,8 @@ class LeanDecoder:
     rotation: Tensor
     """`[positions, head_dim / 2]`, complex: e^{i·position·frequency}."""
     plans: list[LinearPlan]
+    padded_rows: dict[int, int]
+    """Row counts that run faster as a larger one; the rows added are computed and thrown away."""
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -122,78 +124,83 @@ class LeanDecoder:
         """Extend `cache` by `ids [batch, rows]`; returns normed hidden states `[batch, rows, hidden]` and, for each layer
         index in `taps`, that layer's output `[batch, rows, hidden]`. All rows are kept until `cache.keep` says otherwise.
         """
-        rows = ids.shape[1]
-        past = cache.length
+        rows, past = ids.shape[1], cache.length
         if past + rows > cache.capacity:
             raise ValueError(f"{past} + {rows} tokens do not fit a cache of {cache.capacity}")
         if cache.last_rows:
             cache.keep(cache.last_rows)
-        x = F.embedding(ids, self.embedding)
-        rotation = self.rotation[past : past + rows].view(rows, 1, -1)
+        run = self.padded_rows.get(rows, rows)
+        if past + run > len(self.rotation):
+            run = rows
+        x = F.embedding(F.pad(ids, (0, run - rows)) if run > rows else ids, self.embedding)
+        rotation = self.rotation[past : past + run].view(run, 1, -1)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             normed = F.rms_norm(x, (x.shape[-1],), layer.input_norm, self.eps)
             mixer = layer.mixer
             if isinstance(mixer, Attention):
-                mixed = self._attend(mixer, normed, rotation, cache, index, past)
+                mixed = self._attend(mixer, normed, rotation, cache, index, rows)
             else:
-                mixed = _convolve(mixer, normed, cache, index)
+                mixed = _convolve(mixer, normed, cache, index, rows)
             x = x + mixed
             gate, up = layer.gate_up(F.rms_norm(x, (x.shape[-1],), layer.mlp_norm, self.eps)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
             if index in taps:
-                tapped[index] = x
+                tapped[index] = x[:, :rows]
         cache.length = past + rows
         cache.last_rows = rows
-        return F.rms_norm(x, (x.shape[-1],), self.final_norm, self.eps), [tapped[index] for index in taps]
+        return F.rms_norm(x[:, :rows], (x.shape[-1],), self.final_norm, self.eps), [tapped[index] for index in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [..., hidden] → logits [..., vocabulary]`."""
-        return self.head(hidden)
+        """`hidden [rows, hidden] → logits [rows, vocabulary]`."""
+        rows = hidden.shape[0]
+        run = self.padded_rows.get(rows, rows)
+        return self.head(F.pad(hidden, (0, 0, 0, run - rows)))[:rows] if run > rows else self.head(hidden)
 
-    def _attend(self, a: Attention, x: Tensor, rotation: Tensor, cache: LeanCache, index: int, past: int) -> Tensor:
-        batch, rows, _ = x.shape
-        groups = a.heads // a.kv_heads
-        qk, v = a.qkv(x).view(batch, rows, -1, a.head_dim).split([a.heads + a.kv_heads, a.kv_heads], dim=2)
+    def _attend(self, a: Attention, x: Tensor, rotation: Tensor, cache: LeanCache, index: int, rows: int) -> Tensor:
+        """`x [batch, run, hidden]`, of which the first `rows` rows are real and enter the cache."""
+        batch, run, _ = x.shape
+        past, groups = cache.length, a.heads // a.kv_heads
+        qk, v = a.qkv(x).view(batch, run, -1, a.head_dim).split([a.heads + a.kv_heads, a.kv_heads], dim=2)
         if a.qk_norm is not None:
             qk = F.rms_norm(qk, (a.head_dim,), None, self.eps) * a.qk_norm
         qk = rotate(qk, rotation)
         q, k = qk.split([a.heads, a.kv_heads], dim=2)
         keys, values = cache.keys[index], cache.values[index]
-        keys[:, :, past : past + rows] = k.transpose(1, 2)
-        values[:, :, past : past + rows] = v.transpose(1, 2)
+        keys[:, :, past : past + rows] = k[:, :rows].transpose(1, 2)
+        values[:, :, past : past + rows] = v[:, :rows].transpose(1, 2)
         keys, values = keys[:, :, : past + rows], values[:, :, : past + rows]
-        q = q.view(batch, rows, a.kv_heads, groups, a.head_dim).permute(0, 2, 3, 1, 4)
-        if past == 0 and rows > 1:
-            mixed = F.scaled_dot_product_attention(
-                q.reshape(batch, a.heads, rows, a.head_dim), keys, values, is_causal=True, enable_gqa=True
-            ).view(batch, a.kv_heads, groups, rows, a.head_dim)
+        q = q.view(batch, run, a.kv_heads, groups, a.head_dim).permute(0, 2, 3, 1, 4)
+        if past == 0 and run == rows > 1:
+            q = q.reshape(batch, a.heads, rows, a.head_dim)
+            mixed = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
         else:
-            q = q.reshape(batch, a.kv_heads, groups * rows, a.head_dim)
-            mask = None if rows == 1 else self._mask(rows, groups, past, cache.capacity)
+            q = q.reshape(batch, a.kv_heads, groups * run, a.head_dim)
+            mask = None if rows == 1 else self._mask(rows, run, groups, past, cache.capacity)
             mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-            mixed = mixed.view(batch, a.kv_heads, groups, rows, a.head_dim)
-        return a.out(mixed.permute(0, 3, 1, 2, 4).reshape(batch, rows, -1))
+        mixed = mixed.view(batch, a.kv_heads, groups, run, a.head_dim)
+        return a.out(mixed.permute(0, 3, 1, 2, 4).reshape(batch, run, -1))
 
-    def _mask(self, rows: int, groups: int, past: int, capacity: int) -> Tensor:
-        """`[groups · rows, past + rows]`: a row sees all of the past and the call's rows up to itself. One stored table
-        serves every `past`: its last `rows` columns are the triangle, and the view starts `past` columns before them."""
-        table = self._masks.get(rows)
-        if table is None or table.shape[1] < capacity + rows or table.shape[0] != groups * rows:
-            triangle = torch.full((rows, rows), float("-inf"), dtype=self.dtype, device=self.embedding.device).triu_(1)
+    def _mask(self, rows: int, run: int, groups: int, past: int, capacity: int) -> Tensor:
+        """`[groups · run, past + rows]`: a row sees all of the past and the call's rows up to itself. One stored table serves
+        every `past`: its last `run` columns are the triangle, and the view starts `past` columns before them."""
+        table = self._masks.get(run)
+        if table is None or table.shape[1] < capacity + run or table.shape[0] != groups * run:
+            triangle = torch.full((run, run), float("-inf"), dtype=self.dtype, device=self.embedding.device).triu_(1)
             table = F.pad(triangle, (capacity, 0)).repeat(groups, 1)
-            self._masks[rows] = table
-        return table[:, table.shape[1] - rows - past :]
+            self._masks[run] = table
+        first = table.shape[1] - run - past
+        return table[:, first : first + past + rows]
 
 
-def _convolve(c: ShortConvolution, x: Tensor, cache: LeanCache, index: int) -> Tensor:
+def _convolve(c: ShortConvolution, x: Tensor, cache: LeanCache, index: int, rows: int) -> Tensor:
+    run = x.shape[1]
     gate_in, gate_out, value = c.in_proj(x).chunk(3, dim=-1)
     window = torch.cat([cache.inputs[index], gate_in * value], dim=1)
-    cache.inputs[index] = window
-    rows = x.shape[1]
-    mixed = window[:, :rows] * c.kernel[0]
+    cache.inputs[index] = window[:, : cache.history + rows]
+    mixed = window[:, :run] * c.kernel[0]
     for tap in range(1, len(c.kernel)):
-        mixed = torch.addcmul(mixed, window[:, tap : tap + rows], c.kernel[tap])
+        mixed = torch.addcmul(mixed, window[:, tap : tap + run], c.kernel[tap])
     if c.bias is not None:
         mixed = mixed + c.bias
     return c.out(gate_out * mixed)

@@ -4,7 +4,7 @@ Families: Llama, Qwen2, Qwen3, LFM2. What cannot be reproduced is refused by `un
 """
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_mini_lab.packed_linear import BYTES_TO_DEFEAT_CACHE, LinearPlan, PackedLinear, measure_plan, stock_plan
+from dflash_mini_lab.packed_linear import BYTES_TO_DEFEAT_CACHE, LinearPlan, PackedLinear, measure_plan, padded_rows, stock_plan
 from dflash_mini_lab.rotary import interleaved_rows
 from dflash_mini_lab.targets.lean import Attention, Layer, LeanDecoder, ShortConvolution
 
@@ -52,8 +52,10 @@ def build_lean_decoder(model: Any, capacity: int, measure: bool = True, consume:
             return PackedLinear(weight, bias, plans[tuple(weight.shape)])
 
         layers = []
+        counts = Counter([tuple(head.weight.shape)])
         for layer in base.layers:
             source = _layer_source(layer, config)
+            counts.update(tuple(weight.shape) for weight, _ in source.linears.values())
             if consume:
                 for parameter in layer.parameters():
                     parameter.data = parameter.data.new_empty(0)
@@ -69,6 +71,7 @@ def build_lean_decoder(model: Any, capacity: int, measure: bool = True, consume:
             eps=norm.variance_epsilon,
             rotation=_rotation_table(base.rotary_emb, min(capacity, config.max_position_embeddings), norm.weight.dtype),
             plans=list(plans.values()),
+            padded_rows=padded_rows([(plans[shape], count) for shape, count in counts.items()]),
         )
 
 

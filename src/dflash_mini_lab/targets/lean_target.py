@@ -20,7 +20,7 @@ class LeanTarget:
         self.decoder, self.stop_ids, self.vocabulary = decoder, stop_ids, vocabulary
         self.max_positions = len(decoder.rotation)
         self.embedding = decoder.embedding
-        self.plans = decoder.plans
+        self.plans, self.padded_rows = decoder.plans, decoder.padded_rows
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> LeanSession:
         return LeanSession(self, prompt_ids, capacity, taps)

@@ -28,6 +28,7 @@ class LibraryTarget:
         self.max_positions = model.config.max_position_embeddings
         self.embedding = model.get_input_embeddings().weight.detach()
         self.plans = _pack_linears(model) if measure else []
+        self.padded_rows: dict[int, int] = {}
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> LibrarySession:
         return LibrarySession(self, prompt_ids, taps)
