@@ -92,3 +92,17 @@ def test_a_file_that_is_no_benchmark_is_refused_by_name(tmp_path: Path, content:
     with pytest.raises(UserError, match=said) as caught:
         read(path)
     assert str(path) in str(caught.value)
+
+
+def test_the_old_file_stays_whole_until_the_new_one_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "benchmark.json"
+    write(path, {"schema_version": 1})
+
+    def killed(source: Path, destination: Path) -> None:
+        assert read(Path(source)) == {"schema_version": 1, "more": 2}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(path, {"schema_version": 1, "more": 2})
+    assert read(path) == {"schema_version": 1}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_lab import POSITIONS, VOCABULARY, encode, stock_model
+from tiny_models import FAMILIES, tiny_model
 
 from dflash_mini_lab.exactness import (
     Reference,
@@ -93,10 +94,12 @@ def test_first_divergence(reference: list[int], tokens: list[int], position: int
     assert first_divergence(reference, tokens) == position
 
 
-def test_the_reference_is_what_the_library_generates() -> None:
-    model, prompt = stock_model(), encode("hello")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_is_what_the_library_generates(family: str) -> None:
+    model, prompt = tiny_model(family), [5, 9, 12, 40]
     ids = torch.tensor([prompt])
-    generated = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    ones = torch.ones_like(ids)
+    generated = model.generate(ids, attention_mask=ones, do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0)
     reference = reference_greedy(model, prompt, 20, frozenset(), POSITIONS)
     assert list(reference.tokens) == generated[0, len(prompt) :].tolist()
     assert reference.finish == "budget"

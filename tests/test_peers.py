@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 from tiny_lab import POSITIONS, FakeClock, encode, greedy, stock_model
+from tiny_models import FAMILIES, tiny_model
 
 from dflash_mini_lab.benchmark import peers
+from dflash_mini_lab.exactness import reference_greedy
 from dflash_mini_lab.types import UserError
 
 NOTHING: frozenset[int] = frozenset()
@@ -52,3 +54,11 @@ def test_the_checkpoints_generation_defaults_change_nothing_and_come_back() -> N
 def test_an_unknown_peer_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match="generate, prompt-lookup"):
         peers.by_key("medusa")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.key)
+def test_peers_run_on_every_family(family: str, peer: peers.Peer) -> None:
+    model, prompt = tiny_model(family), [5, 9, 12, 40, 5, 9, 12]
+    answered = peers.answer(peer, model, prompt, 24, NOTHING, POSITIONS, FakeClock())
+    assert answered.tokens == reference_greedy(model, prompt, 24, NOTHING, POSITIONS).tokens

@@ -140,7 +140,8 @@ def tiny_model(
     facts = {
         "name": "tiny", "source": "random", "license": None, "family": "llama", "parameters": 1000, "layers": 2,
         "hidden_size": 32, "vocabulary": VOCABULARY, "dtype": dtype, "device": "cpu", "prompt_format": "plain",
-        "chat_template_sha256": None, "weights_sha256": "0" * 64, "weights_bytes": 4000, "path": "lean", "path_reason": None, "max_positions": POSITIONS,
+        "chat_template_sha256": None, "weights_sha256": "0" * 64, "weights_bytes": 4000,
+        "path": "lean", "path_reason": None, "max_positions": POSITIONS,
     }  # fmt: skip
     drafter_facts = {
         "name": "tiny", "files": [{"name": "model.safetensors", "sha256": "1" * 64, "bytes": 10}], "block_size": BLOCK,

@@ -11,10 +11,10 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from dflash_mini_lab.benchmark import results, session
+from dflash_mini_lab.benchmark import results, stages
 from dflash_mini_lab.benchmark.engine import Model
 from dflash_mini_lab.benchmark.loading import load_model
-from dflash_mini_lab.benchmark.session import Session
+from dflash_mini_lab.benchmark.stages import Run
 from dflash_mini_lab.benchmark_file import Benchmark, schema_errors, write
 from dflash_mini_lab.measurement.clock import clock_for
 from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_texts
@@ -49,7 +49,7 @@ def measure(
     save: Callable[[Path, Benchmark], None] = write,
 ) -> int:
     """The run itself, for any model: references, calibration, cost curve, cells, verdicts, results, report."""
-    run = Session(
+    run = Run(
         model=model,
         prompts=prompts,
         encoded=encode_prompts(prompts, model.encode_prompt, model.max_positions),
@@ -59,9 +59,9 @@ def measure(
         clock=clock,
         save=save,
     )
-    benchmark = session.new_benchmark(run, argv)
+    benchmark = stages.new_benchmark(run, argv)
     if settings.resume and run.path.exists():
-        benchmark = session.resumed(run, benchmark)
+        benchmark = stages.resumed(run, benchmark)
         say(f"Continuing {run.path}: {len(benchmark['cells'])} cells are there.")
     elif settings.resume:
         say(f"There is nothing to resume in {settings.output_dir}: starting.")
@@ -70,7 +70,7 @@ def measure(
         take_measurements(run, benchmark)
     except KeyboardInterrupt:
         interrupted = True
-    session.conclude(run, benchmark)
+    stages.conclude(run, benchmark)
     page = write_report(benchmark, settings.output_dir)
     print_summary(benchmark, sys.stdout, shutil.get_terminal_size().columns)
     say(f"Report: {page}")
@@ -79,22 +79,22 @@ def measure(
     return INTERRUPTED if interrupted else exit_status(benchmark)
 
 
-def take_measurements(run: Session, benchmark: Benchmark) -> None:
+def take_measurements(run: Run, benchmark: Benchmark) -> None:
     """Everything that needs a model. What the benchmark already has is not measured again."""
     if benchmark["complete"] and benchmark["gate"]["verdict"] != "pending":
         return
     with ExitStack() as peers_model:
         with run.model.stock() as stock:
-            references = session.take_references(run, benchmark, stock)
-            expected = session.take_calibration_references(run, benchmark, stock)
-        engine = run.model.build(session.capacity(run))
+            references = stages.take_references(run, benchmark, stock)
+            expected = stages.take_calibration_references(run, benchmark, stock)
+        engine = run.model.build(stages.capacity(run))
         if not benchmark["linear_plans"]:
             benchmark["linear_plans"], benchmark["padded_rows"] = engine.linear_plans, engine.padded_rows
         stock = peers_model.enter_context(run.model.stock() if run.settings["peers"] else nullcontext())
-        session.take_calibration(run, benchmark, engine, expected)
-        session.take_verify_cost(run, benchmark, engine)
-        session.run_cells(run, benchmark, engine, stock)
-    session.judge_mismatches(run, benchmark, engine, references)
+        stages.take_calibration(run, benchmark, engine, expected)
+        stages.take_verify_cost(run, benchmark, engine)
+        stages.run_cells(run, benchmark, engine, stock)
+    stages.judge_mismatches(run, benchmark, engine, references)
 
 
 def exit_status(benchmark: Benchmark) -> int:

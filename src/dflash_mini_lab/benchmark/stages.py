@@ -5,7 +5,7 @@ Every function here extends the benchmark by one kind of fact and leaves what is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from dflash_mini_lab.types import Clock, Decoded, Method, UserError
 
 
 @dataclass(frozen=True)
-class Session:
+class Run:
     """What every step of one run shares. `encoded` and `calibration`: prompt id → token ids."""
 
     model: Model
@@ -45,8 +45,8 @@ class Session:
     save: Callable[[Path, Benchmark], None] = write
 
 
-def new_benchmark(session: Session, command: Sequence[str]) -> Benchmark:
-    model = session.model
+def new_benchmark(run: Run, command: Sequence[str]) -> Benchmark:
+    model = run.model
     return {
         "schema_version": SCHEMA_VERSION,
         "lab_version": __version__,
@@ -56,16 +56,16 @@ def new_benchmark(session: Session, command: Sequence[str]) -> Benchmark:
         "command": list(command),
         "target": model.target_facts,
         "drafter": model.drafter_facts,
-        "settings": dict(session.settings),
+        "settings": dict(run.settings),
         "machine": {**machine.facts(model.device), "load_average_after": None},
         "linear_plans": [],
         "padded_rows": {},
         "prompts": [
-            {"id": p.id, "category": p.category, "text": p.text, "prompt_tokens": len(session.encoded[p.id])}
-            for p in session.prompts
+            {"id": p.id, "category": p.category, "text": p.text, "prompt_tokens": len(run.encoded[p.id])}
+            for p in run.prompts
         ],
-        "arms": [arm.as_json() for arm in arms(session, {})],
-        "calibration": {"prompts": list(session.calibration), "seconds": 0.0, "methods": {}},
+        "arms": [arm.as_json() for arm in arms(run, {})],
+        "calibration": {"prompts": list(run.calibration), "seconds": 0.0, "methods": {}},
         "reference": [],
         "cells": [],
         "verify_cost": None,
@@ -74,79 +74,77 @@ def new_benchmark(session: Session, command: Sequence[str]) -> Benchmark:
     }
 
 
-def resumed(session: Session, fresh: Benchmark) -> Benchmark:
-    """The interrupted benchmark at `session.path`. Raises UserError naming the first field in which `fresh` differs from it."""
-    earlier = read(session.path)
+def resumed(run: Run, fresh: Benchmark) -> Benchmark:
+    """The interrupted benchmark at `run.path`. Raises UserError naming the first field in which `fresh` differs from it."""
+    earlier = read(run.path)
     if difference := differing_field(earlier, fresh):
-        raise UserError(f"{session.path}: cannot be resumed, {difference}. Give the same settings, or leave --resume out.")
+        raise UserError(f"{run.path}: cannot be resumed, {difference}. Give the same settings, or leave --resume out.")
     return earlier
 
 
-def arms(session: Session, calibrated: Mapping[str, Any]) -> list[Arm]:
-    settings = session.settings
+def arms(run: Run, calibrated: Mapping[str, Any]) -> list[Arm]:
+    settings = run.settings
     chosen = {key: entry["chosen"] for key, entry in calibrated.items()}
-    return make_arms(settings["methods"], settings["peers"], session.model.block_size, settings["verify_width"], chosen)
+    return make_arms(settings["methods"], settings["peers"], run.model.block_size, settings["verify_width"], chosen)
 
 
-def take_references(session: Session, benchmark: Benchmark, stock: Any) -> dict[str, Reference]:
+def take_references(run: Run, benchmark: Benchmark, stock: Any) -> dict[str, Reference]:
     """The reference of every prompt, by the stock model. One that the file already has must come out the same again."""
     known = {entry["prompt"]: entry["tokens"] for entry in benchmark["reference"]}
     references = {}
-    answers = _references(session, stock, session.encoded, session.settings["tokens"], "reference")
-    for prompt, reference in zip(session.prompts, answers, strict=True):
+    answers = _references(run, stock, run.encoded, run.settings["tokens"], "reference")
+    for prompt, reference in zip(run.prompts, answers, strict=True):
         references[prompt.id] = reference
         tokens = list(reference.tokens)
         if known.get(prompt.id, tokens) != tokens:
-            raise UserError(f"{session.path}: cannot be resumed, the reference for prompt {prompt.id!r} is another text now.")
+            raise UserError(f"{run.path}: cannot be resumed, the reference for prompt {prompt.id!r} is another text now.")
         if prompt.id not in known:
-            text = session.model.decode_text(tokens)
+            text = run.model.decode_text(tokens)
             benchmark["reference"].append({"prompt": prompt.id, "tokens": tokens, "text": text, "finish": reference.finish})
-    session.save(session.path, benchmark)
+    run.save(run.path, benchmark)
     return references
 
 
-def take_calibration_references(session: Session, benchmark: Benchmark, stock: Any) -> dict[str, list[int]]:
+def take_calibration_references(run: Run, benchmark: Benchmark, stock: Any) -> dict[str, list[int]]:
     """Calibration prompt → the tokens that every trial must give; empty when no method is left to calibrate."""
-    if not methods_to_calibrate(session, benchmark):
+    if not methods_to_calibrate(run, benchmark):
         return {}
-    budget = session.settings["calibration_tokens"]
-    answers = _references(session, stock, session.calibration, budget, "calibration reference")
-    return {prompt: list(reference.tokens) for prompt, reference in zip(session.calibration, answers, strict=True)}
+    budget = run.settings["calibration_tokens"]
+    answers = _references(run, stock, run.calibration, budget, "calibration reference")
+    return {prompt: list(reference.tokens) for prompt, reference in zip(run.calibration, answers, strict=True)}
 
 
 def _references(
-    session: Session, stock: Any, encoded: Mapping[str, Sequence[int]], budget: int, label: str
+    run: Run, stock: Any, encoded: Mapping[str, Sequence[int]], budget: int, label: str
 ) -> list[Reference]:
     references = []
-    with session.progress(len(encoded), label) as progress:
+    with run.progress(len(encoded), label) as progress:
         for prompt, ids in encoded.items():
             progress.now("the library's model", prompt)
-            references.append(reference_greedy(stock, ids, budget, session.model.stop_ids, session.model.max_positions))
+            references.append(reference_greedy(stock, ids, budget, run.model.stop_ids, run.model.max_positions))
             progress.done()
     return references
 
 
-def methods_to_calibrate(session: Session, benchmark: Benchmark) -> list[str]:
+def methods_to_calibrate(run: Run, benchmark: Benchmark) -> list[str]:
     """Keys of the drafting methods without calibrated settings; none once a cell has been run, for its settings are in use."""
-    if benchmark["cells"] or session.model.block_size < 2:
+    if benchmark["cells"] or run.model.block_size < 2:
         return []
     done = benchmark["calibration"]["methods"]
     return [arm["key"] for arm in benchmark["arms"] if arm["kind"] == "method" and arm["key"] not in done]
 
 
-def take_calibration(
-    session: Session, benchmark: Benchmark, engine: Engine, expected: Mapping[str, Sequence[int]]
-) -> None:
+def take_calibration(run: Run, benchmark: Benchmark, engine: Engine, expected: Mapping[str, Sequence[int]]) -> None:
     """Choose each method's settings on the calibration prompts, and give them to the arms. Saved after each method."""
-    settings, entry = session.settings, benchmark["calibration"]
-    waiting = methods_to_calibrate(session, benchmark) if expected else []
-    budget, clock, block_size = settings["calibration_tokens"], session.clock, session.model.block_size
+    settings, entry = run.settings, benchmark["calibration"]
+    waiting = methods_to_calibrate(run, benchmark) if expected else []
+    budget, clock, block_size = settings["calibration_tokens"], run.clock, run.model.block_size
 
     def answer(method: Method, values: Mapping[str, float], prompt: str) -> Decoded:
         width = int(values["verify_width"])
-        return decode(engine.target, session.calibration[prompt], method, budget, clock, engine.drafter, values, width)
+        return decode(engine.target, run.calibration[prompt], method, budget, clock, engine.drafter, values, width)
 
-    with session.progress(len(waiting), "calibration") as progress:
+    with run.progress(len(waiting), "calibration") as progress:
         for key in waiting:
             progress.now(by_key(key).name, "calibration prompts")
             started = clock.now()
@@ -154,65 +152,67 @@ def take_calibration(
             entry["seconds"] += clock.now() - started
             if found:
                 entry["methods"][key] = found
-                benchmark["arms"] = [arm.as_json() for arm in arms(session, entry["methods"])]
-                session.save(session.path, benchmark)
+                benchmark["arms"] = [arm.as_json() for arm in arms(run, entry["methods"])]
+                run.save(run.path, benchmark)
             progress.done()
             progress.cell(by_key(key).name)
 
 
-def capacity(session: Session) -> int:
+def capacity(run: Run) -> int:
     """Tokens that the longest sequence of the run can reach, a whole rejected block and the cost curve's calls included."""
-    prompts = max(map(len, session.encoded.values())) + session.settings["tokens"]
-    calibration = max(map(len, session.calibration.values()), default=0) + session.settings["calibration_tokens"]
-    return min(session.model.max_positions, max(prompts, calibration) + max(session.model.block_size, SMALLEST_WIDEST) + 16)
+    prompts = max(map(len, run.encoded.values())) + run.settings["tokens"]
+    calibration = max(map(len, run.calibration.values()), default=0) + run.settings["calibration_tokens"]
+    return min(run.model.max_positions, max(prompts, calibration) + max(run.model.block_size, SMALLEST_WIDEST) + 16)
 
 
-def take_verify_cost(session: Session, benchmark: Benchmark, engine: Engine) -> None:
+def take_verify_cost(run: Run, benchmark: Benchmark, engine: Engine) -> None:
     """The cost curve at the run's own context length: its first prompt and half of that prompt's answer."""
     if benchmark["verify_cost"] is not None:
         return
-    prompt = session.prompts[0].id
+    prompt = run.prompts[0].id
     answered = next(entry["tokens"] for entry in benchmark["reference"] if entry["prompt"] == prompt)
-    context = [*session.encoded[prompt], *answered[: max(1, len(answered) // 2)]]
-    repeats = 9 if session.settings["tokens"] >= 32 else 3
-    block, seed = session.model.block_size, session.settings["seed"]
+    context = [*run.encoded[prompt], *answered[: max(1, len(answered) // 2)]]
+    repeats = 9 if run.settings["tokens"] >= 32 else 3
+    block, seed = run.model.block_size, run.settings["seed"]
     taps = engine.drafter.taps if engine.drafter else ()
-    with session.progress(1, "verify cost") as progress:
+    with run.progress(1, "verify cost") as progress:
         progress.now(f"1 … {max(SMALLEST_WIDEST, block)} rows", f"{len(context)} tokens of context")
-        benchmark["verify_cost"] = measure_verify_cost(engine.target, context, block, taps, session.clock, repeats, seed)
+        benchmark["verify_cost"] = measure_verify_cost(engine.target, context, block, taps, run.clock, repeats, seed)
         progress.done()
-    session.save(session.path, benchmark)
+    run.save(run.path, benchmark)
 
 
-def run_cells(session: Session, benchmark: Benchmark, engine: Engine, stock: Any) -> None:
+def run_cells(run: Run, benchmark: Benchmark, engine: Engine, stock: Any) -> None:
     """Every planned cell that the file does not have yet, in the order of the plan; the file is saved after each."""
     plan = schedule.plan(
-        [prompt.id for prompt in session.prompts],
-        session.settings["repeats"],
+        [prompt.id for prompt in run.prompts],
+        run.settings["repeats"],
         [arm["key"] for arm in benchmark["arms"]],
-        session.settings["warmup_cells"],
-        session.settings["seed"],
+        run.settings["warmup_cells"],
+        run.settings["seed"],
     )
     by_name = {arm["key"]: Arm(**arm) for arm in benchmark["arms"]}
     have = {(cell["prompt"], cell["repeat"]) for cell in benchmark["cells"]}
     left = [cell for cell in plan if (cell.prompt, cell.repeat) not in have]
-    with session.progress(len(left) * len(by_name), "benchmark") as progress:
+    if have and left and not left[0].warmup and run.settings["warmup_cells"]:  # a resumed process is as cold as a new one
+        left.insert(0, replace(left[0], repeat=min(repeat for _, repeat in have) - 1, warmup=True))
+    with run.progress(len(left) * len(by_name), "benchmark") as progress:
         for cell in left:
             runs = []
             for key in cell.order:
                 progress.now(by_name[key].name, cell.prompt)
-                ids = session.encoded[cell.prompt]
-                runs.append(answer(engine, stock, by_name[key], ids, session.settings["tokens"], session.clock))
+                ids = run.encoded[cell.prompt]
+                runs.append(answer(engine, stock, by_name[key], ids, run.settings["tokens"], run.clock))
                 progress.done()
             entry = {"prompt": cell.prompt, "repeat": cell.repeat, "warmup": cell.warmup, "order": list(cell.order), "runs": runs}
             benchmark["cells"].append(entry)
             benchmark["gate"] = results.gate(benchmark, benchmark["gate"]["mismatches"], judged=False)
-            session.save(session.path, benchmark)
+            run.save(run.path, benchmark)
             progress.cell(f"{cell.prompt}, " + ("warm-up" if cell.warmup else f"repeat {cell.repeat + 1}"))
     benchmark["complete"] = True
 
 
-def judge_mismatches(session: Session, benchmark: Benchmark, engine: Engine, references: Mapping[str, Reference]) -> None:
+def judge_mismatches(run: Run, benchmark: Benchmark, engine: Engine, references: Mapping[str, Reference]) -> None:
     """Give every inexact run that has none its verdict, and the gate its own. The library's model is opened only if needed."""
     mismatches = list(benchmark["gate"]["mismatches"])
     judged = {(m["arm"], m["prompt"], m["repeat"]) for m in mismatches}
@@ -221,29 +221,29 @@ def judge_mismatches(session: Session, benchmark: Benchmark, engine: Engine, ref
         runs = results.runs_by_key(benchmark)
         peers = {arm["key"] for arm in benchmark["arms"] if arm["kind"] == "peer"}
         verdicts: dict[tuple[Any, ...], dict[str, Any]] = {}
-        with session.model.stock() as stock, session.progress(len(waiting), "judging mismatches") as progress:
+        with run.model.stock() as stock, run.progress(len(waiting), "judging mismatches") as progress:
             for arm, prompt, repeat in waiting:
                 progress.now(arm, prompt)
-                tokens, ids = runs[arm, prompt, repeat]["tokens"], session.encoded[prompt]
+                tokens, ids = runs[arm, prompt, repeat]["tokens"], run.encoded[prompt]
                 same = (arm in peers, prompt, tuple(tokens))  # the same wrong text in another repeat has the same verdict
                 if same not in verdicts:
                     path = partial(stock_block_logits, stock, ids) if arm in peers else engine.path_logits(ids)
                     mismatch = judge(references[prompt], tokens, partial(stock_logits, stock, ids), path)
                     assert mismatch is not None
-                    verdicts[same] = mismatch.as_json(session.model.decode_text)
+                    verdicts[same] = mismatch.as_json(run.model.decode_text)
                 mismatches.append({"arm": arm, "prompt": prompt, "repeat": repeat, **verdicts[same]})
                 progress.done()
     benchmark["gate"] = results.gate(benchmark, mismatches, judged=True)
 
 
-def conclude(session: Session, benchmark: Benchmark) -> None:
+def conclude(run: Run, benchmark: Benchmark) -> None:
     """Results from what has been measured, and the time at which all of it had been."""
     benchmark["machine"]["load_average_after"] = machine.load_average()
     benchmark["gate"] = results.gate(benchmark, benchmark["gate"]["mismatches"], benchmark["gate"]["verdict"] != "pending")
     benchmark["results"] = results.results(benchmark)
     if benchmark["complete"] and benchmark["finished"] is None:
         benchmark["finished"] = utc_now()
-    session.save(session.path, benchmark)
+    run.save(run.path, benchmark)
 
 
 def utc_now() -> str:
