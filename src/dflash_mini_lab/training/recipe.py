@@ -16,6 +16,7 @@ class Recipe:
     """Block size counts the anchor. Rates are for AdamW; `anchors` random blocks are cut from each sequence of a step."""
 
     block_size: int = 6
+    anchor_predicts: bool = True
     layers: int = 2
     taps: int = 5
     tap_layers: tuple[int, ...] | None = None
@@ -25,7 +26,7 @@ class Recipe:
     own_prompt_tokens: int = 80
     teacher_batch: int = 128
     sequences: int = 8
-    anchors: int = 32
+    anchors: int = 40
     learning_rate: float = 1.5e-3
     warm_up: float = 0.04
     final_rate: float = 0.03
@@ -57,6 +58,7 @@ def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_to
         eps=float(getattr(target_config, "rms_norm_eps", None) or target_config.norm_eps),
         rope_theta=(target_config.rope_parameters or {}).get("rope_theta", 10000.0),
         target_name=target_name,
+        anchor_predicts=recipe.anchor_predicts,
     )
 
 
