@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_mini_lab.calibration import FULL_GRID, SURVIVORS, calibrate, trial_widths
+from dflash_mini_lab.calibration import FULL_GRID, SURVIVORS, calibrate
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.types import Decoded, Method, Proposal, Step
 
@@ -26,61 +26,48 @@ class Speeds:
         return Decoded(tuple(tokens), "budget", 0.1, (step,))
 
 
-def test_widths_are_a_few_up_to_the_block() -> None:
-    assert trial_widths(6) == [2, 3, 4, 6]
-    assert trial_widths(16) == [4, 8, 12, 16]
-    assert trial_widths(2) == [2]
-
-
-def test_the_fastest_width_and_then_the_fastest_setting_are_chosen() -> None:
-    speeds = Speeds(lambda values: 1 + abs(values["verify_width"] - 3) + abs(values["threshold"] - 1.5))
-    found = calibrate(by_key("08"), speeds, PROMPTS, 6, None, seed=7)
+def test_the_fastest_setting_is_chosen() -> None:
+    found = calibrate(by_key("08"), Speeds(lambda values: 1 + abs(values["threshold"] - 1.5)), PROMPTS, seed=7)
     assert found is not None
-    assert found["chosen"] == {"threshold": 1.5, "verify_width": 3}
-    assert len(found["trials"]) == 4 + 5  # the default threshold at width 3 has been tried already
+    assert found["chosen"] == {"threshold": 1.5}
+    assert len(found["trials"]) == 6
     best = next(trial for trial in found["trials"] if trial["settings"] == found["chosen"])
     assert best == {"settings": found["chosen"], "tokens_per_second": 2.0, "tau": 2.0, "exact": True}
 
 
 def test_an_inexact_trial_cannot_win_however_fast() -> None:
     speeds = Speeds(lambda values: 3 - values["threshold"], wrong=lambda values: values["threshold"] >= 1.0)
-    found = calibrate(by_key("08"), speeds, PROMPTS, 6, 4, seed=7)
+    found = calibrate(by_key("08"), speeds, PROMPTS, seed=7)
     assert found is not None
-    assert found["chosen"] == {"threshold": 0.5, "verify_width": 4}
+    assert found["chosen"] == {"threshold": 0.5}
     assert [trial["settings"]["threshold"] for trial in found["trials"] if not trial["exact"]] == [1.0, 1.5, 2.0]
 
 
 def test_where_every_text_is_wrong_the_default_stays() -> None:
-    found = calibrate(by_key("08"), Speeds(lambda values: 1.0, wrong=lambda values: True), PROMPTS, 6, None, seed=7)
+    found = calibrate(by_key("08"), Speeds(lambda values: 1.0, wrong=lambda values: True), PROMPTS, seed=7)
     assert found is not None
-    assert found["chosen"] == {"threshold": 0.5, "verify_width": 6}
+    assert found["chosen"] == {"threshold": 0.5}
 
 
 def test_every_trial_sees_every_prompt_once_after_one_warm_up() -> None:
     speeds = Speeds(lambda values: 1.0)
-    calibrate(by_key("08"), speeds, PROMPTS, 6, None, seed=7)
-    assert sum(speeds.asked.values()) == 9 * 3 + 1
-    assert Counter(speeds.asked.values()) == {1: 9 * 3 - 1, 2: 1}
-
-
-def test_a_width_that_the_user_gave_is_not_searched() -> None:
-    found = calibrate(by_key("08"), Speeds(lambda values: 1.0), PROMPTS, 6, 5, seed=7)
-    assert found is not None
-    assert {trial["settings"]["verify_width"] for trial in found["trials"]} == {5}
+    calibrate(by_key("08"), speeds, PROMPTS, seed=7)
+    assert sum(speeds.asked.values()) == 6 * 3 + 1
+    assert Counter(speeds.asked.values()) == {1: 6 * 3 - 1, 2: 1}
 
 
 def test_nothing_to_choose_is_no_calibration() -> None:
-    assert calibrate(by_key("01"), Speeds(lambda values: 1.0), PROMPTS, 6, 5, seed=7) is None
-    assert calibrate(by_key("00"), Speeds(lambda values: 1.0), PROMPTS, 6, None, seed=7) is None
-    assert calibrate(by_key("08"), Speeds(lambda values: 1.0), {}, 6, None, seed=7) is None
+    assert calibrate(by_key("01"), Speeds(lambda values: 1.0), PROMPTS, seed=7) is None
+    assert calibrate(by_key("00"), Speeds(lambda values: 1.0), PROMPTS, seed=7) is None
+    assert calibrate(by_key("08"), Speeds(lambda values: 1.0), {}, seed=7) is None
 
 
 def test_a_large_grid_is_halved_and_its_cost_stays_bounded() -> None:
     grid = {"x": tuple(map(float, range(6))), "y": tuple(map(float, range(4)))}
     method = Method("99", "large", "Large", "", lambda draft, settings: Proposal(()), {"x": 0.0, "y": 0.0}, grid)
     speeds = Speeds(lambda values: 1 + abs(values["x"] - 4) + abs(values["y"] - 2))
-    found = calibrate(method, speeds, PROMPTS, 6, 4, seed=7)
+    found = calibrate(method, speeds, PROMPTS, seed=7)
     assert found is not None
     assert FULL_GRID < 6 * 4
-    assert found["chosen"] == {"x": 4.0, "y": 2.0, "verify_width": 4}
+    assert found["chosen"] == {"x": 4.0, "y": 2.0}
     assert sum(speeds.asked.values()) == 24 * 2 + SURVIVORS * 1 + 1

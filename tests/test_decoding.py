@@ -65,7 +65,8 @@ def test_a_stop_token_inside_an_accepted_block_ends_the_text_there(place: int) -
 def test_at_the_end_of_the_context_the_block_shrinks_and_the_answer_ends(path: str, left: int) -> None:
     prompt = random_ids(POSITIONS - left, 2)
     answer = plain_greedy("llama", prompt, 50)
-    decoded = decode(tiny_target("llama", path), prompt, by_key("01"), 50, TickingClock(), ScriptedDrafter("right", len(prompt), answer, 8))
+    drafter = ScriptedDrafter("right", len(prompt), answer, 8)
+    decoded = decode(tiny_target("llama", path), prompt, by_key("01"), 50, TickingClock(), drafter)
     assert list(decoded.tokens) == answer
     assert decoded.finish == "context"
     assert len(answer) == left + 1, "the last position's own prediction still counts"

@@ -15,7 +15,6 @@ from dflash_mini_lab.types import UserError
 
 HIDDEN, VOCABULARY, BLOCK = 32, 50, 5
 CONFIG = DrafterConfig(HIDDEN, 48, 2, 4, 2, 8, BLOCK, (0, 2), 7, 4, VOCABULARY, target_name="tiny")
-PUBLISHED, ANCHOR_PREDICTS = CONFIG, replace(CONFIG, anchor_predicts=True)
 
 
 def trained_looking_model(config: DrafterConfig = CONFIG) -> TrainableDrafter:
@@ -51,20 +50,18 @@ def training_logits(model: TrainableDrafter, features: torch.Tensor, ids: list[i
     """`[blocks, S, vocabulary]` of the training forward for one sequence."""
     embedding, head = target_tables()
     anchor = embedding[torch.tensor([ids[a] for a in anchors])][None, :, None]
-    masks = BLOCK - 2 + model.config.first_slot_row
-    mask = embedding[CONFIG.mask_token_id].expand(1, len(anchors), masks, -1)
+    mask = embedding[CONFIG.mask_token_id].expand(1, len(anchors), BLOCK - 1, -1)
     return model(features[None], torch.cat([anchor, mask], 2), torch.tensor([anchors]))[0] @ head.T
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [PUBLISHED, ANCHOR_PREDICTS], ids=["published", "anchor predicts"])
-def test_one_pass_at_run_time_equals_the_training_forward_for_every_anchor(config: DrafterConfig) -> None:
-    model, (embedding, head) = trained_looking_model(config), target_tables()
+def test_one_pass_at_run_time_equals_the_training_forward_for_every_anchor() -> None:
+    model, (embedding, head) = trained_looking_model(), target_tables()
     ids = torch.randint(8, VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
     features = torch.randn(13, 2 * HIDDEN, generator=torch.Generator().manual_seed(4))
     anchors = [3, 4, 8, 11]
     expected = training_logits(model, features, ids, anchors)
-    drafter = BlockDrafter(config, dict(model.state_dict()), embedding, head, 64, measure=False)
+    drafter = BlockDrafter(CONFIG, dict(model.state_dict()), embedding, head, 64, measure=False)
     session = FixedFeatures(features)
     running = drafter.start(session, 64)
     for place, anchor in enumerate(anchors):
@@ -76,10 +73,9 @@ def test_one_pass_at_run_time_equals_the_training_forward_for_every_anchor(confi
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [PUBLISHED, ANCHOR_PREDICTS], ids=["published", "anchor predicts"])
 @pytest.mark.parametrize("changed", range(6, 13))
-def test_features_at_or_after_an_anchor_never_reach_its_block(changed: int, config: DrafterConfig) -> None:
-    model = trained_looking_model(config)
+def test_features_at_or_after_an_anchor_never_reach_its_block(changed: int) -> None:
+    model = trained_looking_model()
     ids = list(range(10, 24))
     features = torch.randn(13, 2 * HIDDEN, generator=torch.Generator().manual_seed(4))
     before = training_logits(model, features, ids, [2, 6, 9])
@@ -118,12 +114,11 @@ def test_a_reduced_draft_vocabulary_proposes_the_target_s_own_ids() -> None:
     assert (scores[:, :-1] >= scores[:, 1:]).all()
 
 
-@pytest.mark.parametrize("saved", [PUBLISHED, ANCHOR_PREDICTS], ids=["published", "anchor predicts"])
-def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path, saved: DrafterConfig) -> None:
+def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     tensors = {**trained_looking_model().state_dict(), DRAFT_TO_TARGET: torch.arange(9, dtype=torch.int32)}
-    save_checkpoint(tmp_path, saved, tensors)
+    save_checkpoint(tmp_path, CONFIG, tensors)
     config, loaded = load_checkpoint(tmp_path)
-    assert config == saved
+    assert config == CONFIG
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 

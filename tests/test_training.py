@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tiny_models import FAMILIES, POSITIONS, TAPS, plain_greedy, random_ids, tiny_model
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
@@ -16,12 +17,11 @@ from dflash_mini_lab.training.shards import Sequence, read_features, read_sequen
 from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
 from dflash_mini_lab.training.train import learning_rate_share, train_drafter
 from dflash_mini_lab.types import UserError
-from tests.tiny_models import FAMILIES, POSITIONS, TAPS, plain_greedy, random_ids, tiny_model
 
 TINY = Recipe(block_size=4, layers=1, tap_layers=TAPS, draft_vocabulary=40, sequences=4, anchors=6, minutes=1.0)
 
 
-def trajectories(family: str, prompts: list[list[int]], new: int, stops: tuple[int, ...] = ()) -> dict[tuple[int, ...], list[int]]:
+def answers_of(family: str, prompts: list[list[int]], new: int, stops: tuple[int, ...] = ()) -> dict[tuple, list[int]]:
     decoder = build_lean_decoder(tiny_model(family), POSITIONS, measure=False)
     found = continue_batch(decoder, torch.tensor(prompts), new, stops, TAPS)
     return {tuple(t.tokens[: t.prompt_length]): t.tokens[t.prompt_length :] for t in found}
@@ -30,7 +30,7 @@ def trajectories(family: str, prompts: list[list[int]], new: int, stops: tuple[i
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_s_answers_are_what_each_prompt_alone_gets(family: str) -> None:
     prompts = [random_ids(3, 0) + random_ids(4, seed) for seed in range(6)]
-    answers = trajectories(family, prompts, 12)
+    answers = answers_of(family, prompts, 12)
     assert answers == {tuple(prompt): plain_greedy(family, prompt, 12) for prompt in prompts}
 
 
@@ -38,7 +38,7 @@ def test_a_stop_token_is_the_last_of_its_answer_and_the_others_go_on() -> None:
     prompts = [random_ids(5, seed) for seed in range(8)]
     full = {tuple(prompt): plain_greedy("llama", prompt, 10) for prompt in prompts}
     stop = full[tuple(prompts[0])][3]
-    for prompt, answer in trajectories("llama", prompts, 10, (stop,)).items():
+    for prompt, answer in answers_of("llama", prompts, 10, (stop,)).items():
         whole = full[prompt]
         assert answer == (whole[: whole.index(stop) + 1] if stop in whole else whole)
 
@@ -129,7 +129,8 @@ def test_a_drafter_learns_and_an_interrupted_training_goes_on(tmp_path: Path) ->
     vocabulary = choose_draft_vocabulary(sequences, 61, 61)
 
     def train(seconds: float) -> tuple[dict, dict]:
-        return train_drafter(config, replace(TINY, learning_rate=3e-3), tables, vocabulary, sequences, sequences, seconds, tmp_path)
+        recipe = replace(TINY, learning_rate=3e-3)
+        return train_drafter(config, recipe, tables, vocabulary, sequences, sequences, seconds, tmp_path)
 
     _, first = train(1.0)
     tensors, second = train(4.0)

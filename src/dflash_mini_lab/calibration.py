@@ -13,14 +13,12 @@ from typing import Any
 from dflash_mini_lab.measurement.schedule import rotated_orders
 from dflash_mini_lab.types import Decoded, Method
 
-WIDTH_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Verify widths that are tried, as shares of the block size."""
 FULL_GRID = 12
 """Larger grids are halved first: every setting on a few prompts, the best few on all."""
 FIRST_PROMPTS, SURVIVORS = 2, 4
 
 Values = dict[str, float]
-"""Settings of one trial, `verify_width` among them."""
+"""Settings of one trial."""
 Answer = Callable[[Method, Values, str], Decoded]
 """Decode one calibration prompt, named by its id, with a trial's settings."""
 
@@ -50,42 +48,24 @@ class Trial:
         return {"settings": self.values, "tokens_per_second": self.speed, "tau": tau, "exact": self.exact}
 
 
-def calibrate(
-    method: Method, answer: Answer, references: Mapping[str, Sequence[int]], block_size: int, verify_width: int | None, seed: int
-) -> dict[str, Any] | None:
-    """The `calibration.methods` entry of a method: all trials, and the values chosen.
+def calibrate(method: Method, answer: Answer, references: Mapping[str, Sequence[int]], seed: int) -> dict[str, Any] | None:
+    """The `calibration.methods` entry of a method: all trials of its grid, and the values chosen.
 
-    First the verify width with the method's default settings (not when `verify_width` gives it), then the method's grid at that
-    width. `references`: calibration prompt → the tokens every trial must give. None where there is nothing to choose.
-    At most len(WIDTH_SHARES) + FULL_GRID trials see every prompt.
+    `references`: calibration prompt → the tokens every trial must give. None where there is nothing to choose. At most FULL_GRID
+    trials see every prompt.
     """
-    widths = [min(verify_width, block_size)] if verify_width else trial_widths(block_size)
-    points = [dict(zip(method.grid, values, strict=True)) for values in product(*method.grid.values())]
-    if not references or method.select is None or (len(widths) == 1 and len(points) == 1):
+    if not references or not method.grid:
         return None
-    default = {**method.settings, "verify_width": block_size if verify_width is None else widths[0]}
+    default = dict(method.settings)
     answer(method, default, next(iter(references)))  # a first call pays for what later ones find warm
-    trials = [Trial({**default, "verify_width": width}) for width in widths]
-    if len(widths) > 1:
-        _run(method, trials, list(references), answer, references, seed)
-    width = _best(trials, default)["verify_width"] if len(widths) > 1 else widths[0]
-    grid = [Trial({**default, **point, "verify_width": width}) for point in points]
-    known = [trial.values for trial in trials if trial.seen]
-    grid = [trial for trial in grid if trial.values not in known]
-    if len(grid) > FULL_GRID:
-        _run(method, grid, list(references)[:FIRST_PROMPTS], answer, references, seed)
-        finalists = sorted(grid, key=lambda trial: (trial.exact, trial.speed or 0.0), reverse=True)[:SURVIVORS]
-    else:
-        finalists = grid
+    points = [dict(zip(method.grid, values, strict=True)) for values in product(*method.grid.values())]
+    trials = [Trial({**default, **point}) for point in points]
+    finalists = trials
+    if len(trials) > FULL_GRID:
+        _run(method, trials, list(references)[:FIRST_PROMPTS], answer, references, seed)
+        finalists = sorted(trials, key=lambda trial: (trial.exact, trial.speed or 0.0), reverse=True)[:SURVIVORS]
     _run(method, finalists, list(references), answer, references, seed + 1)
-    tried = [trial for trial in trials if trial.seen] + grid
-    complete = [trial for trial in tried if trial.seen == set(references)]
-    return {"trials": [trial.as_json() for trial in tried], "chosen": _best(complete, {**default, "verify_width": width})}
-
-
-def trial_widths(block_size: int) -> list[int]:
-    """Rows of a verifier call that are worth trying: a few from 2 to the whole block."""
-    return sorted({max(2, round(block_size * share)) for share in WIDTH_SHARES if block_size > 1})
+    return {"trials": [trial.as_json() for trial in trials], "chosen": _best(finalists, default)}
 
 
 def _run(

@@ -49,7 +49,7 @@ class Settings:
     """Keys or slugs as given; empty: all. The command line turns them into keys."""
     peers: tuple[str, ...] = ()
     verify_width: int | None = None
-    """Rows per verifier call; None: chosen by calibration."""
+    """Rows per verifier call, anchor included; None: the drafter's block size."""
     seed: int = 7
     cpu_threads: int | None = None
     """None: one per physical core that this process may use."""
@@ -182,7 +182,7 @@ OPTIONS = (
     ),
     Option("--methods", "only these methods (method 00 is always measured), such as 00,01,08", STUDY, words, metavar="LIST"),
     Option("--peers", "other implementations to measure as well: " + ", ".join(PEERS), STUDY, words_of(*PEERS), metavar="LIST"),
-    Option("--verify-width", "rows per verifier call, instead of the calibrated width", STUDY, whole(2, 64), metavar="N"),
+    Option("--verify-width", "rows per verifier call, anchor included (default: the block)", STUDY, whole(2, 64), metavar="N"),
     Option(
         "--calibration-tokens",
         "new tokens per answer while settings are chosen",

@@ -33,9 +33,9 @@ class Arm:
 def make_arms(
     method_keys: Sequence[str], peer_keys: Sequence[str], block_size: int, verify_width: int | None, chosen: Mapping[str, Any]
 ) -> list[Arm]:
-    """Arms in the order in which tables list them. `chosen`: method key → its calibrated settings, `verify_width` among them.
+    """Arms in the order in which tables list them. `chosen`: method key → its calibrated settings.
 
-    Method 00 is always measured, twice; `verify_width` is the user's own, and beats a calibrated one.
+    Method 00 is always measured, twice. `verify_width`: the user's own; None is the whole block.
     """
     normal = by_key(BASELINE)
     again = f"{normal.name}, again"
@@ -47,11 +47,10 @@ def make_arms(
         method = by_key(key)
         if method.key == BASELINE:
             continue
-        calibrated = dict(chosen.get(method.key, {}))
-        width = min(verify_width or calibrated.pop("verify_width", block_size), block_size)
-        calibrated.pop("verify_width", None)
-        source = "calibrated" if method.key in chosen else "flag" if verify_width else "default"
-        arms.append(Arm(method.key, method.name, "method", method.summary, {**method.settings, **calibrated}, source, width))
+        width = min(verify_width or block_size, block_size)
+        values = {**method.settings, **chosen.get(method.key, {})}
+        source = "calibrated" if method.key in chosen else "default"
+        arms.append(Arm(method.key, method.name, "method", method.summary, values, source, width))
     for key in peer_keys:
         peer = peers.by_key(key)
         arms.append(Arm(peer.key, peer.name, "peer", peer.summary, dict(peer.settings)))

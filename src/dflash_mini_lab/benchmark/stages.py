@@ -138,17 +138,17 @@ def take_calibration(run: Run, benchmark: Benchmark, engine: Engine, expected: M
     """Choose each method's settings on the calibration prompts, and give them to the arms. Saved after each method."""
     settings, entry = run.settings, benchmark["calibration"]
     waiting = methods_to_calibrate(run, benchmark) if expected else []
-    budget, clock, block_size = settings["calibration_tokens"], run.clock, run.model.block_size
+    budget, clock = settings["calibration_tokens"], run.clock
 
     def answer(method: Method, values: Mapping[str, float], prompt: str) -> Decoded:
-        width = int(values["verify_width"])
-        return decode(engine.target, run.calibration[prompt], method, budget, clock, engine.drafter, values, width)
+        ids, width = run.calibration[prompt], settings["verify_width"]
+        return decode(engine.target, ids, method, budget, clock, engine.drafter, values, width)
 
     with run.progress(len(waiting), "calibration") as progress:
         for key in waiting:
             progress.now(by_key(key).name, "calibration prompts")
             started = clock.now()
-            found = calibrate(by_key(key), answer, expected, block_size, settings["verify_width"], settings["seed"])
+            found = calibrate(by_key(key), answer, expected, settings["seed"])
             entry["seconds"] += clock.now() - started
             if found:
                 entry["methods"][key] = found

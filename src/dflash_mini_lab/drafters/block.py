@@ -129,7 +129,7 @@ class BlockSession:
         if self.length != len(committed) - 1:
             raise RuntimeError(f"the drafter has read {self.length} features for {len(committed) - 1} tokens before the anchor")
         d = self.drafter
-        config, rows = d.config, slots + d.config.first_slot_row
+        config, rows = d.config, slots + 1
         ids = torch.full((rows,), config.mask_token_id, device=d.embedding.device)
         ids[0] = committed[-1]
         x = F.embedding(ids, d.embedding)[None]
@@ -148,7 +148,7 @@ class BlockSession:
             x = x + layer.out(mixed)
             gate, up = layer.gate_up(_norm(x, layer.mlp_norm, config.eps)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
-        return BlockDraft(d, committed, _norm(x[0, config.first_slot_row :], d.norm, config.eps))
+        return BlockDraft(d, committed, _norm(x[0, 1:], d.norm, config.eps))
 
     def _read_context(self, features: Tensor) -> None:
         rows = features.shape[0]

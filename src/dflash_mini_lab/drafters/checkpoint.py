@@ -37,14 +37,6 @@ class DrafterConfig:
     eps: float = 1e-6
     rope_theta: float = 10000.0
     target_name: str | None = None
-    anchor_predicts: bool = False
-    """Slot 1 is read from the anchor's own row (DSpark, arXiv 2607.05147) and the block is `[anchor, MASK × (S - 1)]`; published
-    DFlash checkpoints read it from the first mask row and have one row more."""
-
-    @property
-    def first_slot_row(self) -> int:
-        """Row of the block whose output is slot 1; a block for S slots has `first_slot_row + S` rows."""
-        return 0 if self.anchor_predicts else 1
 
     def as_json(self) -> dict:
         return {
@@ -64,7 +56,7 @@ class DrafterConfig:
             "rms_norm_eps": self.eps,
             "rope_theta": self.rope_theta,
             "vocab_size": self.vocabulary,
-            "dflash_lab": {"target": self.target_name, "anchor_predicts": self.anchor_predicts},
+            "dflash_lab": {"target": self.target_name},
         }
 
 
@@ -72,7 +64,7 @@ def parse_config(facts: dict, where: str) -> DrafterConfig:
     """Read a published `config.json`. Raises UserError that names the missing or impossible field."""
     try:
         dflash = facts["dflash_config"]
-        rope, ours = facts.get("rope_parameters") or {}, facts.get("dflash_lab") or {}
+        rope = facts.get("rope_parameters") or {}
         return DrafterConfig(
             hidden_size=facts["hidden_size"],
             intermediate_size=facts["intermediate_size"],
@@ -87,8 +79,7 @@ def parse_config(facts: dict, where: str) -> DrafterConfig:
             vocabulary=facts["vocab_size"],
             eps=facts.get("rms_norm_eps", 1e-6),
             rope_theta=rope.get("rope_theta", facts.get("rope_theta", 10000.0)),
-            target_name=ours.get("target"),
-            anchor_predicts=bool(ours.get("anchor_predicts", False)),
+            target_name=(facts.get("dflash_lab") or {}).get("target"),
         )
     except (KeyError, TypeError) as error:
         raise UserError(f"{where}: not a DFlash drafter, {error} is missing or malformed.") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from dflash_mini_lab.report.format import dig, fixed, is_number, plain, plural, quantity, seconds, size
+from dflash_mini_lab.report.format import fixed, is_number, plain, plural, quantity, seconds, size
 from dflash_mini_lab.report.ranking import Benchmark, arms
 
 Facts = list[tuple[str, str]]

@@ -34,7 +34,7 @@ class TrainableDrafter(nn.Module):
         """Final slot states `[sequences, blocks, S, hidden]`.
 
         features `[sequences, tokens, taps · hidden]`, right-padded (no block reaches past its anchor, so padding is never seen);
-        block_embeddings `[sequences, blocks, rows, hidden]` of `[anchor, MASK, …]`; anchors `[sequences, blocks]` positions.
+        block_embeddings `[sequences, blocks, B, hidden]` of `[anchor, MASK × S]`; anchors `[sequences, blocks]` positions.
         A block sees the context strictly before its anchor, and itself.
         """
         sequences, tokens, _ = features.shape
@@ -47,7 +47,7 @@ class TrainableDrafter(nn.Module):
         mask = block_mask(tokens, anchors, size)
         for layer in self.layers:
             x = layer(x, context, mask, block_rotation, context_rotation)
-        return self.norm(x.view(sequences, blocks, size, hidden)[:, :, self.config.first_slot_row :])
+        return self.norm(x.view(sequences, blocks, size, hidden)[:, :, 1:])
 
     def _rotation(self, positions: Tensor) -> Rotation:
         angles = positions[..., None].float() * self.frequencies

@@ -16,7 +16,6 @@ class Recipe:
     """Block size counts the anchor. Rates are for AdamW; `anchors` random blocks are cut from each sequence of a step."""
 
     block_size: int = 6
-    anchor_predicts: bool = True
     layers: int = 2
     taps: int = 5
     tap_layers: tuple[int, ...] | None = None
@@ -58,7 +57,6 @@ def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_to
         eps=float(getattr(target_config, "rms_norm_eps", None) or target_config.norm_eps),
         rope_theta=(target_config.rope_parameters or {}).get("rope_theta", 10000.0),
         target_name=target_name,
-        anchor_predicts=recipe.anchor_predicts,
     )
 
 

@@ -128,11 +128,12 @@ class _Trainer:
         self.embedding = target["embedding"].bfloat16()
         self.head = target["head"][d2t].bfloat16().contiguous()
         self.to_draft = target_to_draft(d2t, self.config.vocabulary)
-        self.optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        parameters, rate = model.parameters(), recipe.learning_rate
+        self.optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def logits(self, blocks: Blocks) -> Tensor:
         """`[N, A, S, draft vocabulary]`."""
-        masks = self.config.block_size - 2 + self.config.first_slot_row
+        masks = self.config.block_size - 1
         anchor = self.embedding[blocks.anchor_ids][:, :, None]
         mask = self.embedding[self.config.mask_token_id].expand(*blocks.anchor_ids.shape, masks, -1)
         with torch.autocast("cpu", torch.bfloat16):
