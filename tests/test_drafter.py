@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_mini_lab.drafters.block import BlockDrafter
+from dflash_mini_lab.drafters.block import BlockDraft, BlockDrafter
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, load_checkpoint, save_checkpoint
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.types import UserError
@@ -108,10 +108,24 @@ def test_a_reduced_draft_vocabulary_proposes_the_target_s_own_ids() -> None:
     reduced = BlockDrafter(CONFIG, {**tensors, DRAFT_TO_TARGET: chosen}, embedding, head, 64, measure=False)
     committed = [10, 11, 12, 13, 14, 15, 16]
     everything, scores = full.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).top(VOCABULARY)
-    ids, _ = reduced.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).top(6)
+    ids, kept = reduced.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).top(6)
     for slot in range(4):
         assert ids[slot].tolist() == [token for token in everything[slot].tolist() if token in chosen.tolist()]
     assert (scores[:, :-1] >= scores[:, 1:]).all()
+    logits, columns = reduced.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).logits()
+    assert (logits.shape, logits.dtype, columns.tolist()) == ((4, 6), "float32", chosen.tolist())
+    order = (-logits).argsort(axis=1)
+    assert (columns[order] == ids).all()
+    assert (logits[[[0], [1], [2], [3]], order] == kept).all()
+
+
+def test_candidates_of_equal_score_come_in_the_order_of_their_columns() -> None:
+    """As the first choice alone does, and a search through the full logits: or two methods would differ by a tie."""
+    embedding, _ = target_tables()
+    drafter = BlockDrafter(CONFIG, dict(trained_looking_model().state_dict()), embedding, embedding[:1].repeat(50, 1), 64, False)
+    draft = BlockDraft(drafter, [10], torch.ones(3, HIDDEN))
+    for k in (1, VOCABULARY, VOCABULARY + 5):
+        assert draft.top(k)[0].tolist() == [list(range(min(k, VOCABULARY)))] * 3
 
 
 def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:

@@ -82,6 +82,12 @@ class TableDraft:
         scores = np.array([[margin, 0.0] for margin in self.margins], dtype=np.float32)
         return ids[:, :k], scores[:, :k]
 
+    def logits(self) -> tuple[np.ndarray, np.ndarray]:
+        ids, scores = self.top(2)
+        logits = np.full((self.slots, VOCABULARY), -9.0, dtype=np.float32)
+        np.put_along_axis(logits, ids, scores, 1)
+        return logits, np.arange(VOCABULARY)
+
 
 @dataclass
 class KnowingDrafter:

@@ -93,8 +93,15 @@ class ScriptedDraft:
         self.committed, self.anchor, self.slots, self._tokens = committed, committed[-1], len(tokens), tokens
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.array([[(token + rank) % VOCABULARY for rank in range(k)] for token in self._tokens])
-        return ids, np.tile(np.arange(k, 0, -1, dtype=np.float32), (self.slots, 1))
+        logits, _ = self.logits()
+        ids = np.argsort(-logits, axis=1)[:, :k]
+        return ids, np.take_along_axis(logits, ids, 1)
+
+    def logits(self) -> tuple[np.ndarray, np.ndarray]:
+        """The token, then the ids after it; odd tokens have so small a margin that a method which draws takes the second too."""
+        tokens, ids = np.array(self._tokens)[:, None], np.arange(VOCABULARY)
+        rank = (ids - tokens) % VOCABULARY
+        return np.where(rank == 0, np.where(tokens % 2, 0.01, 1.0), 1.0 - rank).astype(np.float32), ids
 
 
 class ScriptedDrafter:

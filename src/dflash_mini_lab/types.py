@@ -29,7 +29,17 @@ class Draft(Protocol):
     """Prompt and committed new tokens, the anchor last."""
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids `[S, k]` (int64, the target's vocabulary) and logits `[S, k]` (float32), best first."""
+        """Ids `[S, k]` (int64, the target's vocabulary) and logits `[S, k]` (float32), best first, reduced where the logits are.
+
+        At most as many columns as the draft vocabulary has.
+        """
+        ...
+
+    def logits(self) -> tuple[np.ndarray, np.ndarray]:
+        """All logits `[S, V]` (float32) on the host, V the draft vocabulary, and the target's id of every column `[V]` (int64).
+
+        They are the draft's own: a method leaves them as it found them.
+        """
         ...
 
 
@@ -50,6 +60,8 @@ class Method:
     select: Select | None
     settings: Mapping[str, float] = field(default_factory=dict)
     grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    settings_of: str | None = None
+    """Key of the method whose calibrated values this one takes over, for every setting that it has."""
 
 
 @dataclass(frozen=True)

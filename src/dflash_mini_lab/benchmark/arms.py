@@ -11,7 +11,7 @@ from dflash_mini_lab.benchmark.results import BASELINE, CONTROL
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.measurement.step_log import COUNTS, PHASES
 from dflash_mini_lab.methods import by_key
-from dflash_mini_lab.types import Clock, Decoded
+from dflash_mini_lab.types import Clock, Decoded, Method
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,20 @@ def make_arms(
         if method.key == BASELINE:
             continue
         width = min(verify_width or block_size, block_size)
-        values = {**method.settings, **chosen.get(method.key, {})}
-        source = "calibrated" if method.key in chosen else "default"
+        values, source = _settings(method, chosen)
         arms.append(Arm(method.key, method.name, "method", method.summary, values, source, width))
     for key in peer_keys:
         peer = peers.by_key(key)
         arms.append(Arm(peer.key, peer.name, "peer", peer.summary, dict(peer.settings)))
     return arms
+
+
+def _settings(method: Method, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The values a method runs with, and where they came from: its own calibration, that of the method it follows, or neither."""
+    if method.settings_of and method.settings_of in chosen:
+        followed = chosen[method.settings_of]
+        return {name: followed[name] for name in method.settings}, f"calibrated (method {method.settings_of})"
+    return {**method.settings, **chosen.get(method.key, {})}, "calibrated" if method.key in chosen else "default"
 
 
 def answer(engine: Engine, stock: Any, arm: Arm, prompt_ids: Sequence[int], budget: int, clock: Clock) -> dict[str, Any]:

@@ -127,11 +127,12 @@ def _references(
 
 
 def methods_to_calibrate(run: Run, benchmark: Benchmark) -> list[str]:
-    """Keys of the drafting methods without calibrated settings; none once a cell has been run, for its settings are in use."""
+    """Keys of the methods with a grid and no calibrated settings; none once a cell has been run, for its settings are in use."""
     if benchmark["cells"] or run.model.block_size < 2:
         return []
     done = benchmark["calibration"]["methods"]
-    return [arm["key"] for arm in benchmark["arms"] if arm["kind"] == "method" and arm["key"] not in done]
+    keys = [arm["key"] for arm in benchmark["arms"] if arm["kind"] == "method"]
+    return [key for key in keys if by_key(key).grid and key not in done]
 
 
 def take_calibration(run: Run, benchmark: Benchmark, engine: Engine, expected: Mapping[str, Sequence[int]]) -> None:

@@ -52,9 +52,16 @@ class BlockDraft:
         if k == 1:
             scores, rows = self._logits.max(dim=-1, keepdim=True)
         else:
-            scores, rows = self._logits.topk(k, dim=-1)
-        ids = rows if self._drafter.draft_to_target is None else self._drafter.draft_to_target[rows]
-        return ids.cpu().numpy(), scores.float().cpu().numpy()
+            scores, rows = self._logits.topk(min(k, self._logits.shape[-1]), dim=-1)
+        columns, values = rows.cpu().numpy(), scores.float().cpu().numpy()
+        if k > 1:  # topk leaves the order of equal scores open; max takes the lower column, and so does a search on the host
+            order = np.lexsort((columns, -values))
+            columns, values = np.take_along_axis(columns, order, 1), np.take_along_axis(values, order, 1)
+        return self._drafter.draft_ids[columns], values
+
+    @torch.inference_mode()
+    def logits(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._logits.float().cpu().numpy(), self._drafter.draft_ids
 
 
 class BlockDrafter:
@@ -75,10 +82,12 @@ class BlockDrafter:
         self.config, self.embedding = config, embedding
         self.taps, self.block_size = config.taps, config.block_size
         tensors = {name: t.to(device) if name == DRAFT_TO_TARGET else t.to(device, dtype) for name, t in tensors.items()}
-        self.draft_to_target = tensors.get(DRAFT_TO_TARGET)
-        if self.draft_to_target is not None:
-            self.draft_to_target = self.draft_to_target.long()
-            head_weight = head_weight[self.draft_to_target]
+        draft_to_target = tensors.get(DRAFT_TO_TARGET)
+        if draft_to_target is not None:
+            head_weight = head_weight[draft_to_target.long()]
+        ids = torch.arange(len(head_weight)) if draft_to_target is None else draft_to_target.long()
+        self.draft_ids = ids.cpu().numpy()
+        """On the host: the target's id of every column of a draft's logits."""
         sources = {"fc": tensors["fc.weight"], "head": head_weight}
         for index in range(config.layers):
             sources |= _fused_weights(config, tensors, index)

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 from dflash_mini_lab.methods.m00_normal import NORMAL
 from dflash_mini_lab.methods.m01_dflash import DFLASH
+from dflash_mini_lab.methods.m06_boltzmann import BOLTZMANN
 from dflash_mini_lab.methods.m08_act import ACT
+from dflash_mini_lab.methods.m10_advanced_boltzmann import ADVANCED_BOLTZMANN
+from dflash_mini_lab.methods.m13_minop import MINOP
 from dflash_mini_lab.types import Method, UserError
 
-METHODS: tuple[Method, ...] = (NORMAL, DFLASH, ACT)
+METHODS: tuple[Method, ...] = (NORMAL, DFLASH, BOLTZMANN, ACT, ADVANCED_BOLTZMANN, MINOP)
 
 
 def by_key(key: str) -> Method:
