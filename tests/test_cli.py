@@ -105,6 +105,8 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--resume" in capsys.readouterr().err
     assert command(OSError(errno.ENOSPC, "No space left on device", "cpu-reports/benchmark.json")) == 2
     assert capsys.readouterr().err == "error: the disk is full at cpu-reports/benchmark.json; free some space and run again.\n"
+    assert command(PermissionError(errno.EACCES, "Permission denied", "/root/out")) == 2
+    assert capsys.readouterr().err.startswith("error: /root/out: Permission denied. Choose another place")
 
 
 def test_a_bug_keeps_its_traceback() -> None:

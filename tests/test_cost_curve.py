@@ -75,9 +75,11 @@ def test_single_rows_run_in_a_session_of_method_00_and_widths_are_interleaved() 
     assert len({tuple(one) for one in passes}) > 1
 
 
-def test_near_the_contexts_end_the_curve_is_shorter() -> None:
+@pytest.mark.parametrize(("context", "measured_at"), [(9, 9), (12, 12), (13, 12), (20, 12)])
+def test_near_the_last_position_the_curve_is_whole_and_measured_a_little_earlier(context: int, measured_at: int) -> None:
     clock = CountedClock()
     target = CostlyTarget(clock, max_positions=20)
-    curve = measure_verify_cost(target, [1] * 12, 6, (), clock, repeats=3)
-    assert curve["rows"] == [1, 2, 3, 4]
-    assert all(capacity <= 20 for _, capacity, _ in target.started)
+    curve = measure_verify_cost(target, [1] * context, 6, (), clock, repeats=3)
+    assert curve["rows"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert curve["context_tokens"] == measured_at
+    assert all(tokens + 8 <= capacity <= 20 for tokens, capacity, _ in target.started)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from dflash_mini_lab.drafters import checkpoint
 from dflash_mini_lab.drafters.block import BlockDraft, BlockDrafter
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, load_checkpoint, save_checkpoint
 from dflash_mini_lab.training.model import TrainableDrafter
@@ -175,3 +177,34 @@ def test_a_drafter_of_another_target_is_refused_by_name(change: dict, sentence: 
         BlockDrafter(replace(CONFIG, **change), dict(trained_looking_model().state_dict()), embedding, head, 64, measure=False)
     with pytest.raises(UserError, match="hidden size 32"):
         BlockDrafter(CONFIG, dict(trained_looking_model().state_dict()), torch.randn(VOCABULARY, 40), head, 64, measure=False)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([3, VOCABULARY], dtype=torch.int32),
+        torch.tensor([-1, 3]),
+        torch.tensor([5, 5]),
+        torch.tensor([[1, 2]]),
+        torch.tensor([1.0, 2.0]),
+        torch.zeros(0, dtype=torch.int32),
+    ],
+    ids=["past the end", "negative", "twice", "matrix", "fractions", "none"],
+)
+def test_a_draft_vocabulary_that_is_none_is_refused(tmp_path: Path, ids: torch.Tensor) -> None:
+    save_checkpoint(tmp_path, CONFIG, {**trained_looking_model().state_dict(), DRAFT_TO_TARGET: ids})
+    with pytest.raises(UserError, match="draft_to_target does not hold ascending ids below 50"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("message", "number"), [("I/O error: No space left on device (os error 28)", 28), ("odd", 5)])
+def test_a_full_disk_is_the_error_that_every_other_file_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, number: int
+) -> None:
+    def failing(*arguments: object) -> None:
+        raise SafetensorError(message)
+
+    monkeypatch.setattr(checkpoint, "save_file", failing)
+    with pytest.raises(OSError, match="model.safetensors") as caught:
+        save_checkpoint(tmp_path, CONFIG, {})
+    assert caught.value.errno == number

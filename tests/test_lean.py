@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.tiny_models import FAMILIES, POSITIONS, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
 
 from dflash_mini_lab.packed_linear import (
     MEASURED_ROWS,
@@ -18,6 +19,8 @@ from dflash_mini_lab.packed_linear import (
     stock_plan,
 )
 from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
+from dflash_mini_lab.targets.lean_target import LeanTarget
+from dflash_mini_lab.types import UserError
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
@@ -126,3 +129,37 @@ def test_padded_calls_give_the_same_logits_taps_and_state(family: str) -> None:
 def test_where_the_prepacked_product_does_not_exist_stock_is_the_answer() -> None:
     plan = measure_plan([torch.randn(8, 16, dtype=torch.float64)])
     assert plan.storage == "plain"
+
+
+@torch.inference_mode()
+def test_a_batch_is_never_padded_for_it_has_rows_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = replace(build_lean_decoder(tiny_model("llama"), 32, measure=False), padded_rows={1: 4})
+    rows_seen: list[int] = []
+    honest = PackedLinear.__call__
+    monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: (rows_seen.append(x.shape[-2]), honest(self, x))[1])
+    decoder.forward(torch.zeros(3, 1, dtype=torch.long), decoder.new_cache(4, batch=3))
+    assert set(rows_seen) == {1}
+    decoder.forward(torch.zeros(1, 1, dtype=torch.long), decoder.new_cache(4))
+    assert set(rows_seen) == {1, 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_narrow_numbers_run_and_stay_near_the_library_s(family: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype).eval()
+    ids = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(0))
+    decoder = build_lean_decoder(model, 32)
+    cache = decoder.new_cache(16)
+    first, _ = decoder.forward(ids[:, :7], cache, (0, 2))
+    second, _ = decoder.forward(ids[:, 7:], cache, (0, 2))
+    logits = decoder.logits(torch.cat([first, second], 1)[0])
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits.float(), model(ids).logits[0].float(), rtol=0.05, atol=0.05)
+
+
+def test_a_layer_that_the_target_does_not_have_is_refused() -> None:
+    target = LeanTarget(build_lean_decoder(tiny_model("llama"), 32, measure=False), frozenset(), 61)
+    with pytest.raises(UserError, match=r"reads layers \(1, 4\); this target's layers are 0 … 3"):
+        target.start([5, 6], 16, (1, 4))

@@ -1,18 +1,22 @@
 """The preparation pipeline on a tiny real model: data, blocks, losses, a drafter that learns, and a run that resumes."""
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.tiny_models import FAMILIES, POSITIONS, TAPS, plain_greedy, random_ids, tiny_model
+from tokenizers import AddedToken
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
+from dflash_mini_lab.training import train
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks, target_to_draft
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted
-from dflash_mini_lab.training.recipe import Recipe, drafter_config, spread_taps
+from dflash_mini_lab.training.prepare import refuse_other_work
+from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, spread_taps
 from dflash_mini_lab.training.shards import Sequence, read_features, read_sequences, split, write_shard
 from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
 from dflash_mini_lab.training.train import learning_rate_share, train_drafter
@@ -128,14 +132,72 @@ def test_a_drafter_learns_and_an_interrupted_training_goes_on(tmp_path: Path) ->
     tables = {"embedding": model.get_input_embeddings().weight.detach(), "head": model.get_output_embeddings().weight.detach()}
     vocabulary = choose_draft_vocabulary(sequences, 61, 61)
 
-    def train(seconds: float) -> tuple[dict, dict]:
+    def trained(seconds: float) -> tuple[dict, dict]:
         recipe = replace(TINY, learning_rate=3e-3)
         return train_drafter(config, recipe, tables, vocabulary, sequences, sequences, seconds, tmp_path)
 
-    _, first = train(1.0)
-    tensors, second = train(4.0)
+    _, first = trained(1.0)
+    tensors, second = trained(4.0)
     assert second["step"] > first["step"] > 0
     assert second["training_seconds"] >= 4.0 > first["training_seconds"]
     assert second["held_out_tau"] > first["held_out_tau"]
     assert second["held_out_tau"] > 1.5, "these answers were trained on, so they must be predictable"
     assert DRAFT_TO_TARGET in tensors
+
+
+class Tokens:
+    """What `choose_mask_token` asks of a tokenizer."""
+
+    def __init__(self, special: dict[int, str], template: str = "") -> None:
+        self.chat_template = template
+        self.added_tokens_decoder = {number: AddedToken(text, special=True) for number, text in special.items()}
+        self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = 0, 1, 2, None
+
+
+def test_the_mask_token_is_an_unused_special_row_of_the_embedding() -> None:
+    special = {0: "<s>", 1: "</s>", 2: "<unk>", 5: "<a>", 6: "<b>", 7: "<turn>", 90: "<no row>"}
+    assert choose_mask_token(Tokens(special, "{{ <turn> }}"), frozenset({6}), 60) == 5
+    assert choose_mask_token(Tokens({0: "<s>"}), frozenset({6}), 60) == 59
+    with pytest.raises(UserError, match="No row"):
+        choose_mask_token(Tokens({}), frozenset({59}), 60)
+
+
+def training_arguments(folder: Path) -> dict:
+    sequences = sequence_on_disk(folder / "answers")
+    model = tiny_model("llama", torch.float32)
+    tables = {"embedding": model.get_input_embeddings().weight.detach(), "head": model.get_output_embeddings().weight.detach()}
+    return {
+        "config": drafter_config(TINY, model.config, "tiny", 1, 61), "recipe": TINY, "target_tensors": tables,
+        "draft_to_target": torch.arange(61), "training": sequences, "held_out": [], "seconds": 0.2, "folder": folder,
+    }  # fmt: skip
+
+
+def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
+    def interrupted(config: object, tensors: object) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_drafter(**training_arguments(tmp_path), real_loop=interrupted)
+    _, look = train_drafter(**training_arguments(tmp_path) | {"seconds": 0.01})
+    assert look["training_seconds"] >= 0.2, "the time is used up, so nothing was trained again"
+    assert look["step"] >= 1
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_log_has_no_nan_and_both_number_formats_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    monkeypatch.setattr(train, "bfloat16_is_faster", lambda: faster)
+    monkeypatch.setattr(train, "LOOK_EVERY_S", 0.0)  # a look after every step, and steps after a look
+    train_drafter(**training_arguments(tmp_path), real_loop=lambda config, tensors: float("nan"))
+    lines = (tmp_path / train.LOG_FILE).read_text().splitlines()
+    looks = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert len(looks) > 1
+    assert all(look["loss"] > 0 and look["real_loop_tau"] is None and look["held_out_tau"] is None for look in looks)
+
+
+def test_work_that_was_begun_for_another_model_is_refused(tmp_path: Path) -> None:
+    refuse_other_work(tmp_path, {"drafter": {"layers": 2}, "weights": {"a": "1"}})
+    refuse_other_work(tmp_path, {"drafter": {"layers": 2}, "weights": {"a": "1"}})
+    with pytest.raises(UserError, match="begun with other weights; remove that folder"):
+        refuse_other_work(tmp_path, {"drafter": {"layers": 2}, "weights": {"a": "2"}})

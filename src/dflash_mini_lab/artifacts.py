@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,16 @@ def check_file(item: Any, path: Path) -> ArtifactFile:
     return ArtifactFile(name, size, digest)
 
 
-def write_manifest(folder: Path, target: str, facts: Mapping[str, Any] | None = None) -> Path:
-    """Pin every file in `folder` as it is now; `facts` are kept beside them for people to read. Returns the manifest's path.
+def write_manifest(
+    folder: Path, target: str, facts: Mapping[str, Any] | None = None, only: Sequence[str] | None = None
+) -> Path:
+    """Pin every file in `folder` as it is now (with `only`, those of these names that are there); `facts` are kept beside them
+    for people to read. Returns the manifest's path.
 
     Written last and in one step: a folder with a manifest is a whole one.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    names = [name for name in names if only is None or name in only]
     files = [{"name": name, "bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names]
     path = folder / MANIFEST
     for item in files:

@@ -38,6 +38,9 @@ environment:
 exit status: 0 well; 2 usage or environment; 3 the output was not proved unchanged; 130 interrupted"""
 
 
+CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of the whole usage."""
@@ -151,7 +154,7 @@ def with_exit_status(command: Callable[[], int]) -> int:
     except UserError as error:
         return fail(str(error))
     except KeyboardInterrupt:
-        say_error("Interrupted. What was measured is saved; --resume continues a benchmark.")
+        say_error("Interrupted. What was done is kept: --resume continues a benchmark, the same command goes on with --prepare.")
         return 130
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -159,6 +162,9 @@ def with_exit_status(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return fail(f"the disk is full{f' at {error.filename}' if error.filename else ''}; free some space and run again.")
+        if error.errno in CANNOT_WRITE and error.filename:
+            places = "--output-dir, --artifact-dir, DFLASH_LAB_CACHE"
+            return fail(f"{error.filename}: {error.strerror}. Choose another place ({places}).")
         raise
 
 

@@ -139,7 +139,14 @@ def weights_facts(folder: Path) -> dict[str, Any]:
 
 def safetensors_shapes(path: Path) -> dict[str, list[int]]:
     """Tensor name → shape, from the file's header alone."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError("it ends before its header does")
+            header = json.loads(file.read(length))
+        return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    except (struct.error, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not a safetensors file ({error}). A clone without Git LFS holds pointers only: run git lfs pull there."
+        ) from error

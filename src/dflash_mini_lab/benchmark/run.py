@@ -34,6 +34,7 @@ def run_benchmark(settings: Settings, argv: Sequence[str]) -> int:
     `settings.methods`: keys, 00 among them. Raises UserError for a mistake of the user's.
     """
     prompts, calibration_prompts = choose_prompts(settings)
+    settings.output_dir.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is known now, not at the end
     set_threads(settings.cpu_threads)
     model = load_model(settings, say)
     return measure(settings, argv, model, prompts, calibration_prompts, clock_for(model.device))

@@ -6,10 +6,15 @@ drafter scores the whole vocabulary. Reading and checking only; no arithmetic.
 """
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -111,9 +116,19 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, facts: dict[str, str] | None = None) -> None:
+    """A safetensors file, every tensor contiguous. A full disk is an OSError here, as for any file; safetensors has its own."""
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, facts)
+    except SafetensorError as error:
+        full = "os error 28" in str(error) or "No space left" in str(error)
+        number = errno.ENOSPC if full else errno.EIO
+        raise OSError(number, os.strerror(number) if full else str(error), str(path)) from error
+
+
 def save_checkpoint(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / TENSOR_FILE)
+    save_tensors(tensors, folder / TENSOR_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(config.as_json(), indent=2) + "\n", encoding="utf-8")
 
 
@@ -132,4 +147,13 @@ def load_checkpoint(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
             raise UserError(f"{folder / TENSOR_FILE}: tensor {name} is missing.")
         if tuple(tensors[name].shape) != shape:
             raise UserError(f"{folder / TENSOR_FILE}: tensor {name} is {tuple(tensors[name].shape)}, the config says {shape}.")
+    ids = tensors.get(DRAFT_TO_TARGET)
+    if ids is not None and not _are_ids(ids, config.vocabulary):
+        raise UserError(f"{folder / TENSOR_FILE}: {DRAFT_TO_TARGET} does not hold ascending ids below {config.vocabulary}.")
     return config, tensors
+
+
+def _are_ids(ids: Tensor, vocabulary: int) -> bool:
+    if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int32, torch.int64):
+        return False
+    return bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocabulary

@@ -21,10 +21,11 @@ def measure_verify_cost(
 
     W = 1 is method 00's `decode_one` in its own session; wider calls are `verify` + `keep(0)`, so the context stays the same, in
     a session that records `taps` as a drafting run does. Widths are interleaved in rotated order; one pass is run first,
-    unmeasured. Only the call is timed, not the roll back (that is a method's `rest`).
+    unmeasured. Only the call is timed, not the roll back (that is a method's `rest`). A context that leaves these calls no room
+    before the target's last position is shortened; `context_tokens` says to what.
     """
     rows = list(range(1, max(SMALLEST_WIDEST, block_size) + 1))
-    rows = [width for width in rows if len(context) + width + repeats + 1 <= target.max_positions] or [1]
+    context = context[: max(1, target.max_positions - max(rows[-1], repeats + 1))]
     capacity = min(target.max_positions, len(context) + max(rows[-1], repeats + 1))
     tokens = (list(context) * (1 + rows[-1] // len(context)))[: rows[-1]]
     single, wide = target.start(context, capacity, None), target.start(context, capacity, taps)

@@ -129,7 +129,7 @@ class LeanDecoder:
             raise ValueError(f"{past} + {rows} tokens do not fit a cache of {cache.capacity}")
         if cache.last_rows:
             cache.keep(cache.last_rows)
-        run = self.padded_rows.get(rows, rows)
+        run = self.padded_rows.get(rows, rows) if len(ids) == 1 else rows  # a batch has enough rows of its own
         if past + run > len(self.rotation):
             run = rows
         x = F.embedding(F.pad(ids, (0, run - rows)) if run > rows else ids, self.embedding)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dflash_mini_lab.targets.features import FeatureLog
 from dflash_mini_lab.targets.lean import LeanDecoder
+from dflash_mini_lab.types import UserError
 
 
 class LeanTarget:
@@ -41,6 +42,9 @@ class LeanSession:
 
     def __init__(self, target: LeanTarget, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> None:
         self.target, self.prompt_ids, self.taps = target, prompt_ids, tuple(taps or ())
+        layers = len(target.decoder.layers)
+        if any(not 0 <= tap < layers for tap in self.taps):
+            raise UserError(f"The drafter reads layers {self.taps}; this target's layers are 0 … {layers - 1}.")
         self.cache = target.decoder.new_cache(capacity)
         self.features = FeatureLog(len(self.taps) * target.embedding.shape[1], target.embedding)
 

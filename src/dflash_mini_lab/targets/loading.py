@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as library_logging
 
@@ -20,6 +21,7 @@ from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryTarget
 from dflash_mini_lab.types import UserError
 
+NEEDED_OF_CONFIG = ("vocab_size", "num_hidden_layers", "hidden_size", "max_position_embeddings")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,12 +38,9 @@ class LoadedTarget:
     stop_ids: frozenset[int]
     path_reason: str | None
     """Why the library path is used instead of the lean decoder; None on the lean path."""
+    vocabulary: int
+    """Ids that may be emitted: rows of a padded embedding beyond the tokenizer's last id are not among them."""
     _stock: Any = field(default=None, repr=False)
-
-    @property
-    def vocabulary(self) -> int:
-        """Ids that may be emitted: rows of a padded embedding beyond the tokenizer are not among them."""
-        return min(self.config.vocab_size, len(self.tokenizer))
 
     def stock_model(self) -> Any:
         """The library's model, loaded once and kept until `release_stock`."""
@@ -50,7 +49,7 @@ class LoadedTarget:
         return self._stock
 
     def _read(self) -> Any:
-        return _from_pretrained(AutoModelForCausalLM, self.where, dtype=self.dtype).eval()
+        return _from_pretrained(AutoModelForCausalLM, self.where, dtype=self.dtype, use_safetensors=True).eval()
 
     def release_stock(self) -> None:
         self._stock = None
@@ -107,6 +106,9 @@ def load_target(name: str, where: str | Path, dtype: str = "float32", prompt_for
     where = str(where)
     library_logging.disable_progress_bar()
     config = _from_pretrained(AutoConfig, where)
+    lacking = [name for name in NEEDED_OF_CONFIG if not isinstance(getattr(config, name, None), int)]
+    if lacking:
+        raise UserError(f"{where}: a model of type {config.model_type!r} has no {lacking[0]}; the lab runs text decoders only.")
     tokenizer = _from_pretrained(AutoTokenizer, where)
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise UserError(f"{where}: no chat template, so its prompts must be plain text.")
@@ -119,6 +121,7 @@ def load_target(name: str, where: str | Path, dtype: str = "float32", prompt_for
         prompt_format=prompt_format or ("chat" if tokenizer.chat_template else "plain"),
         stop_ids=_stop_ids(where, config),
         path_reason=unsupported_reason(config),
+        vocabulary=min(config.vocab_size, 1 + max(tokenizer.get_vocab().values(), default=-1)),  # len() would miss ids after gaps
     )
 
 
@@ -135,6 +138,6 @@ def _stop_ids(where: str, config: Any) -> frozenset[int]:
 def _from_pretrained(loader: Any, where: str, **options: Any) -> Any:
     try:
         return loader.from_pretrained(where, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: cannot be loaded ({reason[:300]}).") from error

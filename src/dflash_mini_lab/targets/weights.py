@@ -28,12 +28,14 @@ def fetch(entry: Entry, cache: Path, say: Callable[[str], None]) -> Path:
 
 def fetch_from_hub(entry: Entry, say: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     name = entry.source
     others = ", ".join(other.name for other in TARGETS.values() if other.kind == "embedded")
     try:
         return Path(snapshot_download(name, allow_patterns=list(NEEDED)))
+    except HFValidationError as error:
+        raise UserError(f"--target {name}: no hub id ({error}).") from error
     except GatedRepoError as error:
         raise UserError(
             f"{name}: its owner asks for consent first: accept on its page, then log in with `hf auth login`."

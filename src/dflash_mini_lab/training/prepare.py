@@ -21,9 +21,10 @@ from dflash_mini_lab import artifacts
 from dflash_mini_lab.catalog import resolve
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.drafters.block import BlockDrafter
-from dflash_mini_lab.drafters.checkpoint import DrafterConfig, save_checkpoint
+from dflash_mini_lab.drafters.checkpoint import CONFIG_FILE, TENSOR_FILE, DrafterConfig, save_checkpoint
 from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.methods import by_key
+from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.prompts import load_prompts, not_held_out, training_texts
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
@@ -41,8 +42,11 @@ OWN_PROMPTS_SHARE = 0.2
 """Share of the data time that samples the target's own prompts."""
 REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 6, 32
 FEWEST_SEQUENCES = 16
+LONGEST_SEQUENCE = 1024
+"""Tokens of a prompt and its answer; a target with a shorter context sets its own limit."""
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PROVENANCE_FILE, STATE_FILE, PROMPTS_FILE = "provenance.json", "prepare-state.json", "own-prompts.json"
+MADE_FOR_FILE = "made-for.json"
 
 
 def prepare(settings: Settings) -> Path:
@@ -58,13 +62,18 @@ def prepare(settings: Settings) -> Path:
     where = fetch(entry, settings.cache, say)
     if settings.cpu_threads:
         torch.set_num_threads(settings.cpu_threads)
-    loaded = load_target(entry.name, where, "bfloat16", entry.prompt_format)
+    loaded = load_target(entry.name, where, "bfloat16" if bfloat16_is_faster() else "float32", entry.prompt_format)
     if loaded.path_reason:
-        raise UserError(f"{entry.name}: a drafter cannot be trained here yet: {loaded.path_reason}.")
+        raise UserError(
+            f"{entry.name}: a drafter cannot be trained here yet: {loaded.path_reason}. What can be measured without one: "
+            "--methods 00 --peers generate,prompt-lookup"
+        )
     work = settings.cache / "prepare" / entry.name
     work.mkdir(parents=True, exist_ok=True)
-    mask = choose_mask_token(loaded.tokenizer, loaded.stop_ids)
+    mask = choose_mask_token(loaded.tokenizer, loaded.stop_ids, loaded.vocabulary)
     config = drafter_config(recipe, loaded.config, entry.name, mask, loaded.config.vocab_size)
+    weights = {path.name: artifacts.sha256(path) for path in sorted(where.glob("*.safetensors"))}
+    refuse_other_work(work, {"drafter": config.as_json(), "weights": weights})
     say(f"Preparing a drafter for {entry.name}: {recipe.minutes:g} minutes, kept in {work} (interrupt and go on as you like).")
     collect(loaded, config, recipe, work)
     training, held_out = split(read_sequences(work / "answers"), recipe.held_out_share)
@@ -89,6 +98,7 @@ def prepare(settings: Settings) -> Path:
     provenance = {
         "made_with": "python run_cpu.py --prepare",
         "recipe": asdict(recipe),
+        "target_weights": weights,
         "sequences": len(training),
         "answer_tokens": sum(sequence.answer_tokens for sequence in training),
         "draft_vocabulary_coverage": _coverage(draft_to_target, held_out),
@@ -96,8 +106,21 @@ def prepare(settings: Settings) -> Path:
         "last_look": look,
     }
     write_artifacts(folder, entry.name, config, checkpoint, provenance, work / LOG_FILE)
-    say(f"Held-out acceptance length τ {look['held_out_tau']}, in the real loop {look['real_loop_tau']}. Artifacts: {folder}")
+    reached = [look[name] or "not measured, too few answers" for name in ("held_out_tau", "real_loop_tau")]
+    say(f"Held-out acceptance length τ {reached[0]}, in the real loop {reached[1]}. Artifacts: {folder}")
     return folder
+
+
+def refuse_other_work(work: Path, made_for: dict[str, Any]) -> None:
+    """Raise UserError where `work` was begun for other weights or another drafter; else note there what it is for."""
+    path = work / MADE_FOR_FILE
+    if not path.exists():
+        path.write_text(json.dumps(made_for) + "\n", encoding="utf-8")
+        return
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in made_for.items():
+        if earlier.get(name) != value:
+            raise UserError(f"{work}: was begun with other {name}; remove that folder to start anew.")
 
 
 def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: Path) -> None:
@@ -106,15 +129,17 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     spent = _read_state(work)
     if spent >= seconds:
         return
-    decoder = build_lean_decoder(loaded.stock_model(), capacity=1024, consume=True)
+    longest = min(LONGEST_SEQUENCE, loaded.config.max_position_embeddings) - recipe.answer_tokens
+    if longest < 1:
+        raise UserError(f"{loaded.where}: a context of {loaded.config.max_position_embeddings} tokens is too short to train on.")
+    decoder = build_lean_decoder(loaded.stock_model(), capacity=LONGEST_SEQUENCE, consume=True)
     loaded.release_stock()
     began = time.monotonic() - spent
     texts = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
     texts += training_texts(BENCHMARKS / "train_seeds.json")
     held_out = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
     texts = not_held_out(texts, held_out)
-    longest = 1024 - recipe.answer_tokens
-    prompts = [ids for ids in map(loaded.encode_prompt, dict.fromkeys(texts)) if len(ids) <= longest]
+    prompts = [ids for ids in map(loaded.encode_prompt, dict.fromkeys(texts)) if 0 < len(ids) <= longest]
     batches = equal_length_batches(prompts, recipe.teacher_batch, recipe.seed)
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", disable=None, desc="answers")
     for index, batch in enumerate(batches):
@@ -164,17 +189,17 @@ def target_tensors(model: Any, config: DrafterConfig) -> dict[str, Tensor]:
         tensors[f"{name}post_attention_layernorm.weight"] = after.weight
         if index == 0:
             tensors["warm.hidden_norm.weight"] = before.weight
-    return {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
+    return {name: tensor.detach().float() for name, tensor in tensors.items()}
 
 
 def real_loop(loaded: LoadedTarget, tensors: dict[str, Tensor], held_out: list[Sequence]) -> RealLoop:
     """τ (request macro) of method 01 in the decode loop on held-out prompts: training accuracy is not acceptance."""
-    target = loaded.build(capacity=1024, measure=False)
+    target = loaded.build(capacity=LONGEST_SEQUENCE, measure=False)
     method, clock = by_key("01"), HostClock()
     prompts = [s.tokens[: s.prompt_length].tolist() for s in held_out[:REAL_LOOP_PROMPTS]]
 
     def measure(config: DrafterConfig, checkpoint: dict[str, Tensor]) -> float:
-        drafter = BlockDrafter(config, checkpoint, target.embedding, tensors["head"], 1024, measure=False)
+        drafter = BlockDrafter(config, checkpoint, target.embedding, tensors["head"], LONGEST_SEQUENCE, measure=False)
         lengths = []
         for prompt in prompts:
             answer = decode(target, prompt, method, REAL_LOOP_TOKENS, clock, drafter)
@@ -192,7 +217,7 @@ def write_artifacts(
     (folder / PROVENANCE_FILE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
     if log.exists():
         shutil.copyfile(log, folder / LOG_FILE)
-    artifacts.write_manifest(folder, target)
+    artifacts.write_manifest(folder, target, only=(CONFIG_FILE, TENSOR_FILE, PROVENANCE_FILE, LOG_FILE))
 
 
 def _coverage(draft_to_target: Tensor, held_out: list[Sequence]) -> float | None:

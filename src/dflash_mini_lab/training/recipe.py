@@ -71,20 +71,20 @@ def spread_taps(layers: int, taps: int) -> tuple[int, ...]:
     return tuple(sorted({round(first + index * (last - first) / (count - 1)) for index in range(count)}))
 
 
-def choose_mask_token(tokenizer: Any, stop_ids: frozenset[int]) -> int:
+def choose_mask_token(tokenizer: Any, stop_ids: frozenset[int], vocabulary: int) -> int:
     """An existing, otherwise unused row of the embedding: the last special token that is neither a stop nor part of the chat
-    template, else the tokenizer's last id. Raises UserError where there is none."""
+    template, else the last id below `vocabulary` (rows of the embedding). Raises UserError where there is none."""
     template = tokenizer.chat_template or ""
     special = [
         (identity, str(token))
         for identity, token in sorted(tokenizer.added_tokens_decoder.items(), reverse=True)
-        if token.special and identity not in stop_ids and str(token) not in template
+        if token.special and identity < vocabulary and identity not in stop_ids and str(token) not in template
     ]
     taken = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
     for identity, _ in special:
         if identity not in taken:
             return identity
-    last = len(tokenizer) - 1
+    last = vocabulary - 1
     if last in stop_ids or last in taken or last < 0:
         raise UserError("No row of the embedding is free to serve as the drafter's mask token.")
     return last

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash_mini_lab.drafters.checkpoint import save_tensors
 from dflash_mini_lab.training.teacher import Trajectory
 
 
@@ -43,7 +43,7 @@ def write_shard(path: Path, trajectories: Iterable[Trajectory]) -> int:
         "prompt_lengths": torch.tensor([t.prompt_length for t in found]),
         "features": torch.cat([t.features.flatten(1) for t in found]).bfloat16(),
     }
-    save_file(tensors, part)
+    save_tensors(tensors, part)
     os.replace(part, path)
     return sum(len(t.tokens) - t.prompt_length for t in found)
 

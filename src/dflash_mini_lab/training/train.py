@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
+from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, save_tensors
+from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.training.blocks import Blocks, cut_blocks, target_to_draft
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, slot_cross_entropy
 from dflash_mini_lab.training.model import TrainableDrafter
@@ -70,26 +70,31 @@ def train_drafter(
     next_look = progress.seconds + LOOK_EVERY_S
     bar = tqdm(total=round(seconds), initial=round(progress.seconds), unit="s", disable=None, desc="training")
     began = time.monotonic() - progress.seconds
-    while progress.seconds < seconds:
-        if len(order) < recipe.sequences:
-            order = torch.randperm(len(training), generator=generator).tolist()
-        group = [training[order.pop()] for _ in range(min(recipe.sequences, len(order)))]
-        blocks = cut_blocks(group, recipe.anchors, config.block_size, generator)
-        loss = trainer.step(blocks, learning_rate_share(progress.seconds / seconds, recipe))
-        progress.step += 1
-        progress.tokens_seen += sum(sequence.answer_tokens for sequence in group)
-        progress.seconds = time.monotonic() - began
-        bar.n = min(round(progress.seconds), bar.total)
-        bar.set_postfix(loss=f"{loss:.2f}", tau=f"{look.get('held_out_tau', 1):.2f}", refresh=False)
-        bar.refresh()
-        if progress.seconds >= next_look or progress.seconds >= seconds:
-            look = trainer.look(progress, loss, held_out, real_loop)
-            trainer.save(folder, progress)
-            with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
-                log.write(json.dumps(look) + "\n")
-            next_look = progress.seconds + LOOK_EVERY_S
-            began = time.monotonic() - progress.seconds
-    bar.close()
+    try:
+        while progress.seconds < seconds:
+            if len(order) < recipe.sequences:
+                order = torch.randperm(len(training), generator=generator).tolist()
+            group = [training[order.pop()] for _ in range(min(recipe.sequences, len(order)))]
+            blocks = cut_blocks(group, recipe.anchors, config.block_size, generator)
+            loss = trainer.step(blocks, learning_rate_share(progress.seconds / seconds, recipe))
+            progress.step += 1
+            progress.tokens_seen += sum(sequence.answer_tokens for sequence in group)
+            progress.seconds = time.monotonic() - began
+            bar.n = min(round(progress.seconds), bar.total)
+            bar.set_postfix(loss=f"{loss:.2f}", tau=f"{look.get('held_out_tau') or 1:.2f}", refresh=False)
+            bar.refresh()
+            if progress.seconds >= next_look or progress.seconds >= seconds:
+                look = trainer.look(progress, loss, held_out, real_loop)
+                trainer.save(folder, progress)
+                with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(look) + "\n")
+                next_look = progress.seconds + LOOK_EVERY_S
+                began = time.monotonic() - progress.seconds
+    except KeyboardInterrupt:
+        trainer.save(folder, progress)
+        raise
+    finally:
+        bar.close()
     return trainer.checkpoint(), look or trainer.look(progress, float("nan"), held_out, real_loop)
 
 
@@ -121,12 +126,13 @@ def warm_start(model: TrainableDrafter, target_tensors: dict[str, Tensor]) -> No
 
 
 class _Trainer:
-    """Model, optimiser and frozen target parts. bfloat16 autocast: twice float32's rate where the processor has it."""
+    """Model, optimiser and frozen target parts. bfloat16 autocast where it is faster: twice float32's rate here."""
 
     def __init__(self, model: TrainableDrafter, recipe: Recipe, target: dict[str, Tensor], d2t: Tensor) -> None:
         self.model, self.config, self.recipe, self.draft_to_target = model, model.config, recipe, d2t
-        self.embedding = target["embedding"].bfloat16()
-        self.head = target["head"][d2t].bfloat16().contiguous()
+        self.dtype = torch.bfloat16 if bfloat16_is_faster() else torch.float32
+        self.embedding = target["embedding"].to(self.dtype)
+        self.head = target["head"][d2t].to(self.dtype).contiguous()
         self.to_draft = target_to_draft(d2t, self.config.vocabulary)
         parameters, rate = model.parameters(), recipe.learning_rate
         self.optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -136,9 +142,10 @@ class _Trainer:
         masks = self.config.block_size - 1
         anchor = self.embedding[blocks.anchor_ids][:, :, None]
         mask = self.embedding[self.config.mask_token_id].expand(*blocks.anchor_ids.shape, masks, -1)
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = self.model(blocks.features, torch.cat([anchor, mask], dim=2).float(), blocks.anchors)
-            return F.linear(hidden.bfloat16(), self.head)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            features = blocks.features.to(self.dtype)
+            hidden = self.model(features, torch.cat([anchor, mask], dim=2).float(), blocks.anchors)
+            return F.linear(hidden.to(self.dtype), self.head)
 
     def step(self, blocks: Blocks, rate_share: float) -> float:
         labels = torch.where(blocks.labels >= 0, self.to_draft[blocks.labels.clamp(min=0)], UNTRAINED)
@@ -169,11 +176,11 @@ class _Trainer:
             "step": progress.step,
             "training_seconds": round(progress.seconds, 1),
             "answer_tokens_seen": progress.tokens_seen,
-            "loss": round(loss, 4),
+            "loss": _finite(loss),
             "held_out_anchors": len(hit),
             "held_out_tau": round(1 + expected_accepted(hit).float().mean().item(), 4) if len(hit) else None,
             "slot_accuracy": [round(value, 4) for value in hit.float().mean(0).tolist()] if len(hit) else [],
-            "real_loop_tau": None if real_loop is None else round(real_loop(self.config, self.checkpoint()), 4),
+            "real_loop_tau": None if real_loop is None else _finite(real_loop(self.config, self.checkpoint())),
         }
 
     def checkpoint(self) -> dict[str, Tensor]:
@@ -187,7 +194,7 @@ class _Trainer:
             tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
         facts = {"step": str(progress.step), "seconds": str(progress.seconds), "tokens_seen": str(progress.tokens_seen)}
         part = folder / (STATE_FILE + ".part")
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, part, facts)
+        save_tensors({name: tensor.detach().clone() for name, tensor in tensors.items()}, part, facts)
         os.replace(part, folder / STATE_FILE)
 
     def resume(self, folder: Path) -> Progress | None:
@@ -195,7 +202,8 @@ class _Trainer:
         if not path.exists():
             return None
         with safe_open(path, "pt") as saved:
-            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - not a dict, it has no iterator
+            # Copies: a tensor that stays mapped keeps Windows from replacing the file.
+            tensors = {name: saved.get_tensor(name).clone() for name in saved.keys()}  # noqa: SIM118 - it is no dict
             facts = saved.metadata()
         self.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
         state: dict[int, dict[str, Tensor]] = {}
@@ -205,3 +213,8 @@ class _Trainer:
                 state.setdefault(int(index), {})[field] = tensor
         self.optimiser.load_state_dict({"state": state, "param_groups": self.optimiser.state_dict()["param_groups"]})
         return Progress(int(facts["step"]), float(facts["seconds"]), int(facts["tokens_seen"]))
+
+
+def _finite(value: float) -> float | None:
+    """For a log: None where nothing was measured. JSON has no NaN."""
+    return round(value, 4) if math.isfinite(value) else None
