@@ -9,6 +9,7 @@ import pytest
 from tiny_lab import PROMPTS, KnowingDrafter, LyingTarget, greedy, run, settings, tiny_model
 
 from dflash_mini_lab.benchmark_file import Benchmark, read, schema_errors, write
+from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.prompts import Prompt
 from dflash_mini_lab.types import UserError
 
@@ -95,16 +96,15 @@ def test_results_are_those_of_the_raw_cells(finished: Benchmark) -> None:
     assert arms["01"]["acceptance_rate"] == pytest.approx(arms["01"]["accepted"] / arms["01"]["proposed"])
     assert arms["00'"]["speedup"]["mean"] == pytest.approx(1.0)
     assert finished["results"]["noise_floor"] == {"low": 1.0, "high": 1.0, "wide": False}
-    assert arms["08"]["acceptance_rate"] > arms["01"]["acceptance_rate"]
 
 
 def test_settings_are_calibrated_and_their_source_is_recorded(finished: Benchmark) -> None:
     calibration = finished["calibration"]["methods"]
-    assert set(calibration) == {"01", "08"}
+    assert set(calibration) == {"08"}, "a method without a grid has nothing to choose"
     arms = {arm["key"]: arm for arm in finished["arms"]}
     assert arms["08"]["settings_source"] == "calibrated"
     assert arms["08"]["settings"] == {"threshold": calibration["08"]["chosen"]["threshold"]}
-    assert arms["08"]["verify_width"] == calibration["08"]["chosen"]["verify_width"]
+    assert arms["08"]["verify_width"] == 4, "the whole block"
     assert all(trial["exact"] for trial in calibration["08"]["trials"])
 
 
@@ -113,6 +113,8 @@ def test_without_calibration_prompts_the_defaults_are_kept_and_said(tmp_path: Pa
     arms = {arm["key"]: arm for arm in benchmark["arms"]}
     assert benchmark["calibration"]["methods"] == {}
     assert (arms["08"]["settings_source"], arms["08"]["verify_width"]) == ("default", 4)
+    results = benchmark["results"]["arms"]
+    assert results["08"]["acceptance_rate"] > results["01"]["acceptance_rate"], "its default cuts the unsure tokens"
 
 
 def measured_without_calibration(folder: Path, **changes: Any) -> Benchmark:
@@ -170,8 +172,8 @@ def test_ties_fail_a_float32_run_and_are_counted_in_narrower_ones(
 def test_an_inexact_trial_cannot_win_the_calibration(tmp_path: Path) -> None:
     run(settings(tmp_path), model=tiny_model(target_class=LyingTarget))
     calibration = read(tmp_path / "benchmark.json")["calibration"]["methods"]
-    assert not any(trial["exact"] for trial in calibration["01"]["trials"])
-    assert calibration["01"]["chosen"] == {"verify_width": 4}
+    assert not any(trial["exact"] for trial in calibration["08"]["trials"])
+    assert calibration["08"]["chosen"] == by_key("08").settings
 
 
 # Interruption and resuming.
@@ -192,7 +194,7 @@ def comparable(benchmark: Benchmark) -> Benchmark:
     return calm
 
 
-@pytest.mark.parametrize("saves", range(1, 11))
+@pytest.mark.parametrize("saves", range(1, 10))
 def test_a_run_killed_after_any_save_resumes_to_the_same_result(tmp_path: Path, finished: Benchmark, saves: int) -> None:
     left = [saves]
 
