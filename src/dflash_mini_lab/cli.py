@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,13 +13,16 @@ from typing import NoReturn
 
 from dflash_mini_lab import __version__
 from dflash_mini_lab.settings import (
+    AXES,
     CANONICAL_TARGET,
     DEFAULT_TARGET,
     OPTIONS,
+    CompareSettings,
     Option,
     Settings,
     defaults,
     from_environment,
+    resolve_comparison,
 )
 
 EPILOG = f"""examples:
@@ -28,6 +32,7 @@ EPILOG = f"""examples:
   python run_cpu.py --methods 00,01 --peers generate,prompt-lookup
   python run_cpu.py --target ./my-model --prepare --prepare-minutes 60
   python run_cpu.py --resume                       continue after an interruption
+  python run_cpu.py compare A.json B.json --across threads      two finished runs, method by method
 
 environment:
   DFLASH_LAB_CACHE        folder for models and prepared drafters (default: in your cache folder)
@@ -67,6 +72,33 @@ def build_parser() -> Parser:
     return parser
 
 
+COMPARE = "compare"
+COMPARE_EPILOG = f"""example:
+  python run_cpu.py compare cpu-reports/benchmark.json other/benchmark.json --across machine,threads
+
+Two runs that differ in more than how much they measured are two experiments, and refused; the refusal names the fields.
+--across takes {", ".join(AXES)},
+or the name of a setting, such as tokens or verify-width. With prompts, those that both asked in the same words are compared.
+
+exit status: 0 well; 2 refused, or a file that cannot be read"""
+
+
+def build_compare_parser() -> Parser:
+    parser = Parser(
+        prog=f"run_cpu.py {COMPARE}",
+        description="Per method, run A's decode time per token over run B's, with its interval; or the fields that forbid it.",
+        epilog=COMPARE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("A.json", help="benchmark.json of a run")
+    parser.add_argument("B.json", help="benchmark.json of another")
+    parser.add_argument("--across", metavar="LIST", help="what the two runs differ in on purpose")
+    parser.add_argument("--output-dir", metavar="FOLDER", help=f"folder for compare.html (default {Settings.output_dir})")
+    parser.add_argument("--no-bootstrap", action="store_true", help="use this Python as it is; make no .venv")
+    return parser
+
+
 def describe(option: Option, default: object) -> str:
     notes = [f"default {default}"] if default not in (None, False, (), "") else []
     if option.variable:
@@ -75,13 +107,14 @@ def describe(option: Option, default: object) -> str:
     return text.replace("%", "%%")
 
 
-def parse(argv: Sequence[str]) -> Settings:
+def parse(argv: Sequence[str]) -> Settings | CompareSettings:
     """Settings from `argv` and the environment. A mistake ends the process: one line on stderr, exit status 2."""
     make_printable()
-    parser = build_parser()
-    given = vars(parser.parse_args(argv))
+    comparing = list(argv[:1]) == [COMPARE]
+    parser = build_compare_parser() if comparing else build_parser()
+    given = vars(parser.parse_args(argv[1:] if comparing else argv))
     try:
-        return from_environment(given)
+        return resolve_comparison(given) if comparing else from_environment(given)
     except ValueError as error:
         parser.error(str(error))
 
@@ -89,7 +122,7 @@ def parse(argv: Sequence[str]) -> Settings:
 def main(argv: Sequence[str]) -> int:
     """Run the command that `argv` asks for; returns the exit status."""
     settings = parse(argv)
-    return with_exit_status(lambda: run(settings, argv))
+    return with_exit_status(lambda: compare(settings) if isinstance(settings, CompareSettings) else run(settings, argv))
 
 
 def run(settings: Settings, argv: Sequence[str]) -> int:
@@ -105,6 +138,23 @@ def benchmark(settings: Settings, argv: Sequence[str]) -> int:
     from dflash_mini_lab.benchmark import run_benchmark
 
     return run_benchmark(with_known_methods(settings), argv)
+
+
+def compare(settings: CompareSettings) -> int:
+    from dflash_mini_lab.benchmark import comparison
+    from dflash_mini_lab.report import write_comparison
+    from dflash_mini_lab.report.comparison import summary
+    from dflash_mini_lab.types import UserError
+
+    one, other = (comparison.read_whole(path) for path in (settings.one, settings.other))
+    found = comparison.compare((str(settings.one), str(settings.other)), one, other, settings.across)
+    try:
+        page = write_comparison(found, settings.output_dir)
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"{settings.output_dir}: the page cannot be written there ({error.strerror}).") from error
+    say(summary(found, shutil.get_terminal_size().columns, sys.stdout.encoding))
+    say(f"Page: {page}")
+    return 0
 
 
 def prepare(settings: Settings) -> int:

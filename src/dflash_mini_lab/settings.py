@@ -18,6 +18,8 @@ DEFAULT_TARGET = "smollm2-135m"
 CANONICAL_TARGET = "lfm2.5-350m"
 DTYPES = ("float32", "bfloat16", "float16")
 PEERS = ("generate", "prompt-lookup")
+AXES = ("lab", "target", "path", "dtype", "device", "drafter", "machine", "threads", "software", "prompts")
+"""What `compare --across` may name, beside the name of any setting."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,16 @@ class Settings:
     resume: bool = False
     output_dir: Path = Path("cpu-reports")
     no_bootstrap: bool = False
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """What `compare` is asked for: two files, and the differences between their runs that are meant."""
+
+    one: Path
+    other: Path
+    across: tuple[str, ...] = ()
+    output_dir: Path = Settings.output_dir
 
 
 SMOKE: Mapping[str, Any] = {
@@ -241,6 +253,15 @@ def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str]) 
     settings = Settings(**{**from_variables, **smoke, **from_flags})
     refuse_contradictions(settings)
     return replace(settings, cache=cache_folder(environ))
+
+
+def resolve_comparison(given: Mapping[str, Any]) -> CompareSettings:
+    """The words of `compare`'s command line as settings. Raises ValueError, one line that names the bad one."""
+    one, other = (convert(Option(name, "", "", existing_file), given[name], name) for name in ("A.json", "B.json"))
+    across, output = given["across"], given["output_dir"]
+    meant = () if across is None else convert(Option("--across", "", "", words), across, "--across")
+    where = Settings.output_dir if output is None else convert(Option("--output-dir", "", "", folder), output, "--output-dir")
+    return CompareSettings(one, other, tuple(word.replace("_", "-") for word in meant), where)
 
 
 def convert(option: Option, text: str, name: str) -> Any:

@@ -18,6 +18,10 @@ def runs_by_key(benchmark: Benchmark) -> dict[RunKey, dict[str, Any]]:
     return {(run["arm"], cell["prompt"], cell["repeat"]): run for cell in benchmark["cells"] for run in cell["runs"]}
 
 
+def measured_runs(benchmark: Benchmark) -> dict[RunKey, dict[str, Any]]:
+    return {key: run for key, run in runs_by_key(benchmark).items() if key[2] >= 0}
+
+
 def inexact_runs(benchmark: Benchmark) -> list[RunKey]:
     """Every run, warm-ups included, whose tokens or length are not the reference's."""
     expected = {entry["prompt"]: entry["tokens"] for entry in benchmark["reference"]}
@@ -51,22 +55,19 @@ def gate_fails(benchmark: Benchmark) -> bool:
 
 def results(benchmark: Benchmark) -> dict[str, Any] | None:
     """The `results` entry from the measured cells; None while there is none."""
-    measured = {key: run for key, run in runs_by_key(benchmark).items() if key[2] >= 0}
+    measured = measured_runs(benchmark)
     if not measured:
         return None
     violating = violating_arms(benchmark)
     inexact = set(inexact_runs(benchmark))
-    seed = int(benchmark["settings"].get("seed", 0))
-    floor = Floor(None, None)
-    if (again := _speedup(measured, CONTROL, seed)) and not violating & {BASELINE, CONTROL}:
-        floor = noise_floor(again)
+    found, floor = speedups(benchmark)
     arms = {}
     for arm in benchmark["arms"]:
         runs = {key: run for key, run in measured.items() if key[0] == arm["key"]}
         if not runs:
             continue
         exact = arm["key"] not in violating
-        speedup = _speedup(measured, arm["key"], seed) if exact and BASELINE not in violating else None
+        speedup = found[arm["key"]]
         arms[arm["key"]] = {
             "runs": len(runs),
             "exact_runs": sum(key not in inexact for key in runs),
@@ -76,6 +77,17 @@ def results(benchmark: Benchmark) -> dict[str, Any] | None:
             **_acceptance(list(runs.values()), benchmark["verify_cost"], arm["kind"]),
         }
     return {"noise_floor": {"low": floor.low, "high": floor.high, "wide": floor.wide}, "arms": arms}
+
+
+def speedups(benchmark: Benchmark) -> tuple[dict[str, Ratio | None], Floor]:
+    """Each arm's speed-up over method 00, and the run's noise floor. An inexact arm has none, and none has one over an
+    inexact method 00."""
+    measured, violating = measured_runs(benchmark), violating_arms(benchmark)
+    seed = int(benchmark["settings"].get("seed", 0))
+    again = None if violating & {BASELINE, CONTROL} else _speedup(measured, CONTROL, seed)
+    arms = [arm["key"] for arm in benchmark["arms"]]
+    found = {key: _speedup(measured, key, seed) if not violating & {BASELINE, key} else None for key in arms}
+    return found, noise_floor(again) if again else Floor(None, None)
 
 
 def seconds_per_token(run: dict[str, Any]) -> float | None:

@@ -65,6 +65,31 @@ def geometric_mean_ratio(ratios: Mapping[str, Sequence[float]], seed: int = 0) -
     return Ratio(mean, float(low), float(high))
 
 
+def ratio_of_runs(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]], seed: int = 0) -> Ratio:
+    """The ratio of two separate runs' times (each: prompt → one time per repeat) over the prompts of both, with its interval.
+
+    The repeats of two runs are no pairs, so a prompt's ratio is that of its two geometric means, and prompts are resampled.
+    With one prompt, the repeats of each run are resampled; a run with a single one then gives no interval.
+    Raises ValueError without a common prompt.
+    """
+    logs = {
+        prompt: (np.log(np.asarray(one[prompt])), np.log(np.asarray(other[prompt])))
+        for prompt in one
+        if len(one[prompt]) and len(other.get(prompt, ()))
+    }
+    if len(logs) != 1:
+        return geometric_mean_ratio({prompt: [float(np.exp(a.mean() - b.mean()))] for prompt, (a, b) in logs.items()}, seed)
+    ((a, b),) = logs.values()
+    mean = float(np.exp(a.mean() - b.mean()))
+    if min(len(a), len(b)) < 2:
+        return Ratio(mean, None, None)
+    random = np.random.default_rng(seed)
+    drawn = [run[random.integers(len(run), size=(RESAMPLES, len(run)))].mean(axis=1) for run in (a, b)]
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(np.exp(drawn[0] - drawn[1]), [tail, 100 - tail])
+    return Ratio(mean, float(low), float(high))
+
+
 def noise_floor(again: Ratio) -> Floor:
     """The floor from A/A′, the ratio of method 00 to itself: its interval, made symmetric about 1.
 
@@ -74,6 +99,13 @@ def noise_floor(again: Ratio) -> Floor:
         return Floor(None, None)
     reach = max(again.high, 1 / again.high, again.low, 1 / again.low)
     return Floor(1 / reach, reach)
+
+
+def joint_floor(one: Floor, other: Floor) -> Floor:
+    """What a ratio of two runs cannot be told from 1: the noise of both is in it. Unknown where either floor is."""
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return Floor(None, None)
+    return Floor(one.low * other.low, one.high * other.high)
 
 
 def verdict(speedup: Ratio, floor: Floor, exact: bool = True) -> Verdict:

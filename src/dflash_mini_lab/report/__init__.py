@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file over a benchmark.json. Never imports torch, never reaches the network.
+"""The pages: each one self-contained HTML file, over one benchmark.json or two. Never imports torch, never reaches the network.
 
 `view` prepares, `charts` draws, the templates place. Prompts, model output and machine names are untrusted text: autoescape
 is on, the page may run no script and load nothing, and its one style sheet is allowed by its hash.
@@ -17,15 +17,17 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from dflash_mini_lab.report import view
+from dflash_mini_lab.report import comparison_view, view
+from dflash_mini_lab.report.comparison import Comparison
 from dflash_mini_lab.report.format import visible
 from dflash_mini_lab.report.verdict import verdict_sentence
 
-__all__ = ["render", "verdict_sentence", "write_report"]
+__all__ = ["render", "render_comparison", "verdict_sentence", "write_comparison", "write_report"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 _INTERVAL = re.compile(r"\[[0-9.]+–[0-9.]+\]")
 PAGES = ("index.html", "report.html")
+COMPARISON_PAGE = "compare.html"
 
 
 def write_report(benchmark: dict[str, Any], folder: Path) -> Path:
@@ -40,8 +42,25 @@ def write_report(benchmark: dict[str, Any], folder: Path) -> Path:
     return folder / PAGES[0]
 
 
+def write_comparison(comparison: Comparison, folder: Path) -> Path:
+    """Write compare.html, replaced at once; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / COMPARISON_PAGE
+    _replace(path, render_comparison(comparison).encode("utf-8"))
+    return path
+
+
 def render(benchmark: dict[str, Any]) -> str:
-    """The page as text."""
+    """The page of a run as text."""
+    return _filled("page.html.j2", view.page(benchmark))
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The page of a comparison as text."""
+    return _filled("compare.html.j2", comparison_view.page(comparison))
+
+
+def _filled(template: str, page: dict[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -54,7 +73,7 @@ def render(benchmark: dict[str, Any]) -> str:
     style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode("utf-8")).digest()).decode("ascii")
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    return environment.get_template("page.html.j2").render(page=view.page(benchmark), style=Markup(style), policy=policy)
+    return environment.get_template(template).render(page=page, style=Markup(style), policy=policy)
 
 
 def _finalize(value: Any) -> Any:

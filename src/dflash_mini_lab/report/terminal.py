@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TextIO
 
 from dflash_mini_lab.report.format import console_text, fixed, interval, percent, times
@@ -17,11 +18,17 @@ _LONGEST_NAME = 24
 def results_table(benchmark: Benchmark, width: int = 80, encoding: str | None = "utf-8") -> str:
     """The arms as an aligned table that fits `width` columns and holds only characters of `encoding`."""
     lines = [[name for name, _ in _COLUMNS], *(_cells(row) for row in rank(benchmark))]
-    shown = [index for index, (_, least) in enumerate(_COLUMNS) if width >= least]
+    # name, speed-up and remark read as words; the rest are figures
+    return aligned(lines, [least for _, least in _COLUMNS], (0, 2, len(_COLUMNS) - 1), width, encoding)
+
+
+def aligned(lines: list[list[str]], least: Sequence[int], left: Sequence[int], width: int, encoding: str | None) -> str:
+    """Lines of texts as a table: a column is there from `least` columns of terminal on; those in `left` are flush left."""
+    shown = [index for index, needed in enumerate(least) if width >= needed]
     texts = [[console_text(line[index], encoding).replace("\n", " ") for index in shown] for line in lines]
     widths = [max(len(line[column]) for line in texts) for column in range(len(shown))]
     widths[0] = max(min(widths[0], width - sum(widths[1:]) - 2 * len(shown)), 6)
-    return "\n".join(_line(line, widths, shown) for line in texts)
+    return "\n".join(_line(line, widths, [index in left for index in shown]) for line in texts)
 
 
 def summary(benchmark: Benchmark, width: int = 80, encoding: str | None = "utf-8") -> str:
@@ -50,10 +57,8 @@ def _cells(row: Row) -> list[str]:
     return [row.name[:_LONGEST_NAME], fixed(row.speed, 1), factor, fixed(row.tau), percent(row.acceptance), exact, remark]
 
 
-def _line(texts: list[str], widths: list[int], shown: list[int]) -> str:
-    left = (0, 2, len(_COLUMNS) - 1)  # name, speed-up and remark read as words; the rest are figures
+def _line(texts: list[str], widths: list[int], left: list[bool]) -> str:
     cells = [
-        text[:wide].ljust(wide) if shown[index] in left else text.rjust(wide)
-        for index, (text, wide) in enumerate(zip(texts, widths, strict=False))
+        text[:wide].ljust(wide) if flush else text.rjust(wide) for text, wide, flush in zip(texts, widths, left, strict=False)
     ]
     return "  ".join(cells).rstrip()
