@@ -170,6 +170,41 @@ def test_a_config_that_lacks_what_a_text_decoder_has_is_named(folder: Path, tmp_
         load_target("m", tmp_path / "m")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", '{"model_type": "llama", "hidden_size": "big"}', "cannot be loaded"),
+        ("config.json", '{"model_type": "llama"', "cannot be loaded"),
+        ("tokenizer.json", '{"x": 1}', "cannot be loaded"),
+        ("chat_template.jinja", "{{ raise_exception('odd turn') }}", "its chat template refuses a user's turn (odd turn)"),
+        ("chat_template.jinja", "{% for x in %}", "its chat template refuses"),
+    ],
+)
+def test_a_broken_file_of_a_model_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str, words: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / file).write_text(content)
+    assert words in failing(capsys, "--target", str(tmp_path / "m"), "--output-dir", str(tmp_path / "out"))
+
+
+def test_weights_of_another_shape_or_incomplete_ones_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_target("m", tmp_path / "m").stock_model()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    with pytest.raises(UserError, match=r"lack model\.layers\.4\."):
+        load_target("m", tmp_path / "m").stock_model()
+
+
+def test_a_benchmark_that_is_none_cannot_be_resumed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "benchmark.json").write_text('{"schema_version": 1}')
+    error = failing(capsys, "--target", str(folder), "--output-dir", str(tmp_path), "--resume")
+    assert "cannot be resumed, it does not fit its schema" in error
+
+
 @pytest.mark.parametrize("bad", ["owner/a--b", "owner/model.git", "owner/model-"])
 def test_a_name_that_the_hub_does_not_allow_is_one_line(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no hub id" in failing(capsys, "--target", bad)

@@ -16,7 +16,7 @@ from dflash_mini_lab.benchmark import results
 from dflash_mini_lab.benchmark.arms import Arm, answer, make_arms
 from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.benchmark.experiment import differing_field
-from dflash_mini_lab.benchmark_file import SCHEMA_VERSION, Benchmark, read, write
+from dflash_mini_lab.benchmark_file import SCHEMA_VERSION, Benchmark, read, schema_errors, write
 from dflash_mini_lab.calibration import calibrate
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.exactness import Reference, judge, reference_greedy, stock_block_logits, stock_logits
@@ -77,6 +77,8 @@ def new_benchmark(run: Run, command: Sequence[str]) -> Benchmark:
 def resumed(run: Run, fresh: Benchmark) -> Benchmark:
     """The interrupted benchmark at `run.path`. Raises UserError naming the first field in which `fresh` differs from it."""
     earlier = read(run.path)
+    if errors := schema_errors(earlier, limit=1):
+        raise UserError(f"{run.path}: cannot be resumed, it does not fit its schema ({errors[0]}). Leave --resume out.")
     if difference := differing_field(earlier, fresh):
         raise UserError(f"{run.path}: cannot be resumed, {difference}. Give the same settings, or leave --resume out.")
     return earlier

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as library_logging
 
@@ -49,7 +49,11 @@ class LoadedTarget:
         return self._stock
 
     def _read(self) -> Any:
-        return _from_pretrained(AutoModelForCausalLM, self.where, dtype=self.dtype, use_safetensors=True).eval()
+        options = {"dtype": self.dtype, "use_safetensors": True, "output_loading_info": True}
+        model, info = _from_pretrained(AutoModelForCausalLM, self.where, **options)
+        if info["missing_keys"]:
+            raise UserError(f"{self.where}: the weights lack {min(info['missing_keys'])}, which would be made up at random.")
+        return model.eval()
 
     def release_stock(self) -> None:
         self._stock = None
@@ -73,7 +77,10 @@ class LoadedTarget:
             raise UserError("A prompt is empty: there is nothing to continue.")
         if self.prompt_format == "chat":
             turns = [{"role": "user", "content": text}]
-            return list(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
+            try:
+                return list(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
+            except TemplateError as error:
+                raise UserError(f"{self.where}: its chat template refuses a user's turn ({error}).") from error
         return list(self.tokenizer(text)["input_ids"])
 
     def decode_text(self, ids: Sequence[int]) -> str:
@@ -112,7 +119,7 @@ def load_target(name: str, where: str | Path, dtype: str = "float32", prompt_for
     tokenizer = _from_pretrained(AutoTokenizer, where)
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise UserError(f"{where}: no chat template, so its prompts must be plain text.")
-    return LoadedTarget(
+    loaded = LoadedTarget(
         name=name,
         where=where,
         dtype=DTYPES[dtype],
@@ -123,6 +130,8 @@ def load_target(name: str, where: str | Path, dtype: str = "float32", prompt_for
         path_reason=unsupported_reason(config),
         vocabulary=min(config.vocab_size, 1 + max(tokenizer.get_vocab().values(), default=-1)),  # len() would miss ids after gaps
     )
+    loaded.encode_prompt("A template that fails should fail now.")
+    return loaded
 
 
 def _stop_ids(where: str, config: Any) -> frozenset[int]:
@@ -138,6 +147,6 @@ def _stop_ids(where: str, config: Any) -> frozenset[int]:
 def _from_pretrained(loader: Any, where: str, **options: Any) -> Any:
     try:
         return loader.from_pretrained(where, **options)
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # the library raises anything for a file that is not as it should be: the user's news
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: cannot be loaded ({reason[:300]}).") from error
