@@ -68,7 +68,7 @@ def test_one_pass_at_run_time_equals_the_training_forward_for_every_anchor() -> 
     running = drafter.start(session, 64)
     for place, anchor in enumerate(anchors):
         session.upto(anchor)
-        draft = running.draft(ids[: anchor + 1], BLOCK - 1)
+        draft = running.draft(ids[: anchor + 1])
         found, scores = draft.top(VOCABULARY)
         logits = torch.empty(BLOCK - 1, VOCABULARY).scatter_(1, torch.tensor(found), torch.tensor(scores))
         torch.testing.assert_close(logits, expected[place], rtol=0, atol=1e-4)
@@ -109,12 +109,12 @@ def test_a_reduced_draft_vocabulary_proposes_the_target_s_own_ids() -> None:
     chosen = torch.tensor(sorted({3, 9, 12, 20, 31, 44}), dtype=torch.int32)
     reduced = BlockDrafter(CONFIG, {**tensors, DRAFT_TO_TARGET: chosen}, embedding, head, 64, measure=False)
     committed = [10, 11, 12, 13, 14, 15, 16]
-    everything, scores = full.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).top(VOCABULARY)
-    ids, kept = reduced.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).top(6)
+    everything, scores = full.start(FixedFeatures(features).upto(6), 64).draft(committed).top(VOCABULARY)
+    ids, kept = reduced.start(FixedFeatures(features).upto(6), 64).draft(committed).top(6)
     for slot in range(4):
         assert ids[slot].tolist() == [token for token in everything[slot].tolist() if token in chosen.tolist()]
     assert (scores[:, :-1] >= scores[:, 1:]).all()
-    logits, columns = reduced.start(FixedFeatures(features).upto(6), 64).draft(committed, 4).logits()
+    logits, columns = reduced.start(FixedFeatures(features).upto(6), 64).draft(committed).logits()
     assert (logits.shape, logits.dtype, columns.tolist()) == ((4, 6), "float32", chosen.tolist())
     order = (-logits).argsort(axis=1)
     assert (columns[order] == ids).all()

@@ -100,7 +100,8 @@ class KnowingDrafter:
     def start(self, session: Any, capacity: int) -> KnowingDrafter:
         return self
 
-    def draft(self, committed: Sequence[int], slots: int) -> TableDraft:
+    def draft(self, committed: Sequence[int]) -> TableDraft:
+        slots = self.block_size - 1
         wrong = [(len(committed) + slot) % self.wrong_every == 0 for slot in range(slots)]
         padded = (greedy(committed, slots) + [0] * slots)[:slots]
         tokens = [(token + 1) % VOCABULARY if bad else token for token, bad in zip(padded, wrong, strict=True)]

@@ -117,13 +117,13 @@ class ScriptedDrafter:
         self._session, self.features_read = session, 0
         return self
 
-    def draft(self, committed: Sequence[int], slots: int) -> ScriptedDraft:
+    def draft(self, committed: Sequence[int]) -> ScriptedDraft:
         features = self._session.take_features()
         self.features_read += len(features)
         assert self.features_read == len(committed) - 1, "the context must end right before the anchor"
         assert features.shape[1] == len(TAPS) * 32
         done = len(committed) - self._prompt_length
-        tokens = self._answer[done : done + slots]
+        tokens = self._answer[done : done + self.block_size - 1]
         if self.kind == "wrong":
             tokens = [(token + 1) % VOCABULARY for token in tokens]
         elif self.kind == "random":

@@ -22,8 +22,8 @@ def decode(
 ) -> Decoded:
     """Answer `prompt_ids` with up to `budget` new tokens (≥ 1), ending after the first stop token.
 
-    `verify_width` W (anchor included; default the drafter's block size) caps a proposal at W - 1 tokens. Near the budget and
-    near the context's end the proposal shrinks to what can still be committed. Raises UserError for a prompt that is empty or
+    The drafter always drafts its whole block, as it was trained; `verify_width` W (anchor included; default the block size)
+    then caps the proposal at W - 1 tokens. Near the budget and near the context's end it shrinks to what can be committed. Raises UserError for a prompt that is empty or
     leaves no room for a token, and for a drafting method without a drafter.
     """
     if not prompt_ids:
@@ -85,7 +85,7 @@ def _round(
         ended = clock.now()
         return Step(1, 0, 0, 1, 0, 0.0, 0.0, after - before, (before - started) + (ended - after)), new, ended
 
-    draft = drafting.draft(committed, room)
+    draft = drafting.draft(committed)
     drafted = clock.now()
     proposal: Proposal = method.select(draft, settings)
     proposed = proposal.tokens[:room]

@@ -148,8 +148,8 @@ class Target(Protocol):
 
 
 class DrafterSession(Protocol):
-    def draft(self, committed: Sequence[int], slots: int) -> Draft:
-        """One drafter pass after `committed[-1]` (the anchor), for up to `slots` slots."""
+    def draft(self, committed: Sequence[int]) -> Draft:
+        """One drafter pass after `committed[-1]` (the anchor), for the whole block, as it was trained."""
         ...
 
 

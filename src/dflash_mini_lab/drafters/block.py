@@ -132,13 +132,13 @@ class BlockSession:
         self.memory = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(config.layers)]
 
     @torch.inference_mode()
-    def draft(self, committed: Sequence[int], slots: int) -> BlockDraft:
-        """One pass for `slots` slots after `committed[-1]`, which is not in the context."""
+    def draft(self, committed: Sequence[int]) -> BlockDraft:
+        """One pass for the block after `committed[-1]`, which is not in the context."""
         self._read_context(self.session.take_features())
         if self.length != len(committed) - 1:
             raise RuntimeError(f"the drafter has read {self.length} features for {len(committed) - 1} tokens before the anchor")
         d = self.drafter
-        config, rows = d.config, slots + 1
+        config, rows = d.config, d.config.block_size
         ids = torch.full((rows,), config.mask_token_id, device=d.embedding.device)
         ids[0] = committed[-1]
         x = F.embedding(ids, d.embedding)[None]

@@ -204,7 +204,7 @@ def real_loop(loaded: LoadedTarget, tensors: dict[str, Tensor], held_out: list[S
         for prompt in prompts:
             answer = decode(target, prompt, method, REAL_LOOP_TOKENS, clock, drafter)
             if answer.steps:
-                lengths.append(len(answer.tokens) / len(answer.steps))
+                lengths.append((len(answer.tokens) - 1) / len(answer.steps))
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
     return measure
