@@ -23,8 +23,8 @@ def decode(
     """Answer `prompt_ids` with up to `budget` new tokens (≥ 1), ending after the first stop token.
 
     The drafter always drafts its whole block, as it was trained; `verify_width` W (anchor included; default the block size)
-    then caps the proposal at W - 1 tokens. Near the budget and near the context's end it shrinks to what can be committed. Raises UserError for a prompt that is empty or
-    leaves no room for a token, and for a drafting method without a drafter.
+    then caps the proposal at W - 1 tokens. Near the budget and near the context's end it shrinks to what can be committed.
+    Raises UserError for a prompt that is empty or leaves no room for a token, and for a drafting method without a drafter.
     """
     if not prompt_ids:
         raise UserError("The prompt is empty: there is nothing to continue.")

@@ -196,7 +196,8 @@ def real_loop(loaded: LoadedTarget, tensors: dict[str, Tensor], held_out: list[S
     """τ (request macro) of method 01 in the decode loop on held-out prompts: training accuracy is not acceptance."""
     target = loaded.build(capacity=LONGEST_SEQUENCE, measure=False)
     method, clock = by_key("01"), HostClock()
-    prompts = [s.tokens[: s.prompt_length].tolist() for s in held_out[:REAL_LOOP_PROMPTS]]
+    spread = held_out[:: max(1, len(held_out) // REAL_LOOP_PROMPTS)][:REAL_LOOP_PROMPTS]
+    prompts = [sequence.tokens[: sequence.prompt_length].tolist() for sequence in spread]
 
     def measure(config: DrafterConfig, checkpoint: dict[str, Tensor]) -> float:
         drafter = BlockDrafter(config, checkpoint, target.embedding, tensors["head"], LONGEST_SEQUENCE, measure=False)

@@ -5,6 +5,7 @@ import random
 import time
 
 import torch
+from tqdm import tqdm
 
 from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.loading import LoadedTarget
@@ -28,6 +29,8 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
     generator = torch.Generator().manual_seed(recipe.seed)
     stops = sorted(loaded.stop_ids)
     found: set[str] = set()
+    began = time.monotonic()
+    bar = tqdm(total=max(round(until - began), 1), unit="s", disable=None, desc="own prompts")
     while time.monotonic() < until:
         batch = torch.tensor([opening] * recipe.teacher_batch)
         for trajectory in continue_batch(decoder, batch, recipe.own_prompt_tokens, stops, temperature=1.0, generator=generator):
@@ -40,6 +43,9 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
                 text = " ".join(words[: random.Random(len(found)).randint(4, 24)])
             if len(text) >= SHORTEST:
                 found.add(text)
+        bar.n = min(round(time.monotonic() - began), bar.total)
+        bar.refresh()
+    bar.close()
     return sorted(found)
 
 

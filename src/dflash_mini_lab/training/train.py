@@ -88,6 +88,8 @@ def train_drafter(
                 trainer.save(folder, progress)
                 with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
                     log.write(json.dumps(look) + "\n")
+                if bar.disable:  # no terminal: a line for the log instead
+                    print(f"training {progress.seconds:.0f} of {seconds:.0f} s: {json.dumps(look)}", flush=True)
                 next_look = progress.seconds + LOOK_EVERY_S
                 began = time.monotonic() - progress.seconds
     except KeyboardInterrupt:
