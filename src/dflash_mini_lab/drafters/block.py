@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
+from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan, stock_plan
 from dflash_mini_lab.rotary import interleaved_rows, rotate, rotation_table
 from dflash_mini_lab.types import Session, UserError
@@ -25,13 +26,10 @@ from dflash_mini_lab.types import Session, UserError
 @dataclass(frozen=True)
 class _Layer:
     qkv: PackedLinear
-    context_kv: PackedLinear
-    """The key and value rows of `qkv` again, for context tokens, which need no query."""
     out: PackedLinear
-    q_norm: Tensor
-    k_norm: Tensor
-    input_norm: Tensor
-    mlp_norm: Tensor
+    qk_norm: RMSNorm
+    input_norm: RMSNorm
+    mlp_norm: RMSNorm
     gate_up: PackedLinear
     down: PackedLinear
 
@@ -91,6 +89,7 @@ class BlockDrafter:
         sources = {"fc": tensors["fc.weight"], "head": head_weight}
         for index in range(config.layers):
             sources |= _fused_weights(config, tensors, index)
+        sources["context_kv"] = _context_weights(config, tensors)
         by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for weight in sources.values():
             by_shape[tuple(weight.shape)].append(weight)
@@ -98,20 +97,25 @@ class BlockDrafter:
         self.plans: list[LinearPlan] = list(plans.values())
         linear = {name: PackedLinear(weight, None, plans[tuple(weight.shape)]) for name, weight in sources.items()}
         self.fc, self.head = linear["fc"], linear["head"]
-        self.hidden_norm, self.norm = tensors["hidden_norm.weight"], tensors["norm.weight"]
+        self.context_kv = linear["context_kv"]
+        """Every layer's key rows, then every layer's value rows, again: context tokens need no query and no layer order."""
+        self.hidden_norm, self.norm = (RMSNorm(tensors[name], config.eps) for name in ("hidden_norm.weight", "norm.weight"))
         order = interleaved_rows(1, config.head_dim)
         self.layers = []
+        k_norms = []
         for index in range(config.layers):
             name = f"layers.{index}."
+            q_norm, k_norm = (tensors[f"{name}self_attn.{part}_norm.weight"][order] for part in "qk")
+            k_norms.append(k_norm.expand(config.kv_heads, -1))
             self.layers.append(
                 _Layer(
-                    **{part: linear[f"{index}.{part}"] for part in ("qkv", "context_kv", "out", "gate_up", "down")},
-                    q_norm=tensors[name + "self_attn.q_norm.weight"][order],
-                    k_norm=tensors[name + "self_attn.k_norm.weight"][order],
-                    input_norm=tensors[name + "input_layernorm.weight"],
-                    mlp_norm=tensors[name + "post_attention_layernorm.weight"],
+                    **{part: linear[f"{index}.{part}"] for part in ("qkv", "out", "gate_up", "down")},
+                    qk_norm=RMSNorm(torch.cat([q_norm.expand(config.heads, -1), k_norms[-1]]), config.eps),
+                    input_norm=RMSNorm(tensors[name + "input_layernorm.weight"], config.eps),
+                    mlp_norm=RMSNorm(tensors[name + "post_attention_layernorm.weight"], config.eps),
                 )
             )
+        self.context_k_norm = RMSNorm(torch.cat(k_norms), config.eps)
         frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
         self.rotation = rotation_table(frequencies, max_positions + config.block_size)
         if dtype == torch.float64:
@@ -127,9 +131,10 @@ class BlockSession:
     def __init__(self, drafter: BlockDrafter, session: Session, capacity: int) -> None:
         self.drafter, self.session, self.length = drafter, session, 0
         config = drafter.config
-        shape = (2, 1, config.kv_heads, capacity + config.block_size, config.head_dim)
-        like = drafter.embedding
-        self.memory = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(config.layers)]
+        shape = (2, config.layers * config.kv_heads, capacity + config.block_size, config.head_dim)
+        self._memory = drafter.embedding.new_zeros(shape)
+        self.memory = [layer[:, None] for layer in self._memory.split(config.kv_heads, dim=1)]
+        """A view for each layer: keys and values `[2, 1, kv_heads, positions, head_dim]`."""
 
     @torch.inference_mode()
     def draft(self, committed: Sequence[int]) -> BlockDraft:
@@ -146,36 +151,31 @@ class BlockSession:
         rotation = d.rotation[start:end].view(rows, 1, -1)
         heads, kv_heads, groups = config.heads, config.kv_heads, config.heads // config.kv_heads
         for layer, memory in zip(d.layers, self.memory, strict=True):
-            qkv = layer.qkv(_norm(x, layer.input_norm, config.eps)).view(1, rows, -1, config.head_dim)
-            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
-            q = rotate(_norm(q, layer.q_norm, config.eps), rotation)
-            memory[0, :, :, start:end] = rotate(_norm(k, layer.k_norm, config.eps), rotation).transpose(1, 2)
+            qkv = layer.qkv(layer.input_norm(x)).view(1, rows, -1, config.head_dim)
+            qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
+            q, k = rotate(layer.qk_norm(qk), rotation).split([heads, kv_heads], dim=2)
+            memory[0, :, :, start:end] = k.transpose(1, 2)
             memory[1, :, :, start:end] = v.transpose(1, 2)
             q = q.view(1, rows, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).reshape(1, kv_heads, groups * rows, -1)
             mixed = F.scaled_dot_product_attention(q, memory[0, :, :, :end], memory[1, :, :, :end])
             mixed = mixed.view(1, kv_heads, groups, rows, -1).permute(0, 3, 1, 2, 4).reshape(1, rows, -1)
             x = x + layer.out(mixed)
-            gate, up = layer.gate_up(_norm(x, layer.mlp_norm, config.eps)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
-        return BlockDraft(d, committed, _norm(x[0, 1:], d.norm, config.eps))
+        return BlockDraft(d, committed, d.norm(x[0, 1:]))
 
     def _read_context(self, features: Tensor) -> None:
         rows = features.shape[0]
         if not rows:
             return
         d, config = self.drafter, self.drafter.config
-        fused = _norm(d.fc(features), d.hidden_norm, config.eps)[None]
+        fused = d.hidden_norm(d.fc(features))
         start, end = self.length, self.length + rows
-        rotation = d.rotation[start:end].view(rows, 1, -1)
-        for layer, memory in zip(d.layers, self.memory, strict=True):
-            k, v = layer.context_kv(fused).view(1, rows, 2, config.kv_heads, config.head_dim).unbind(2)
-            memory[0, :, :, start:end] = rotate(_norm(k, layer.k_norm, config.eps), rotation).transpose(1, 2)
-            memory[1, :, :, start:end] = v.transpose(1, 2)
+        k, v = d.context_kv(fused).view(rows, 2, -1, config.head_dim).unbind(1)
+        k = rotate(d.context_k_norm(k), d.rotation[start:end].view(rows, 1, -1))
+        self._memory[0, :, start:end] = k.transpose(0, 1)
+        self._memory[1, :, start:end] = v.transpose(0, 1)
         self.length = end
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def _fused_weights(config: DrafterConfig, tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
@@ -185,11 +185,17 @@ def _fused_weights(config: DrafterConfig, tensors: dict[str, Tensor], index: int
     gate, up, down = (tensors[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
     return {
         f"{index}.qkv": torch.cat([q, k, v]),
-        f"{index}.context_kv": torch.cat([k, v]),
         f"{index}.out": o,
         f"{index}.gate_up": torch.cat([gate, up]),
         f"{index}.down": down,
     }
+
+
+def _context_weights(config: DrafterConfig, tensors: dict[str, Tensor]) -> Tensor:
+    order = interleaved_rows(config.kv_heads, config.head_dim)
+    keys = [tensors[f"layers.{index}.self_attn.k_proj.weight"][order] for index in range(config.layers)]
+    values = [tensors[f"layers.{index}.self_attn.v_proj.weight"] for index in range(config.layers)]
+    return torch.cat([*keys, *values])
 
 
 def _check_fit(config: DrafterConfig, embedding: Tensor) -> None:

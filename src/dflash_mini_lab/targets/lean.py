@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear
 from dflash_mini_lab.rotary import rotate
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal grouped-query attention. `qk_norm [heads + kv_heads, head_dim]` is None without per-head norms."""
+    """Causal grouped-query attention. `qk_norm`, weights `[heads + kv_heads, head_dim]`, is None without per-head norms."""
 
     qkv: PackedLinear
     out: PackedLinear
-    qk_norm: Tensor | None
+    qk_norm: RMSNorm | None
     heads: int
     kv_heads: int
     head_dim: int
@@ -42,8 +43,8 @@ class ShortConvolution:
 @dataclass(frozen=True)
 class Layer:
     mixer: Attention | ShortConvolution
-    input_norm: Tensor
-    mlp_norm: Tensor
+    input_norm: RMSNorm
+    mlp_norm: RMSNorm
     gate_up: PackedLinear
     down: PackedLinear
 
@@ -86,9 +87,8 @@ class LeanDecoder:
 
     embedding: Tensor
     layers: list[Layer]
-    final_norm: Tensor
+    final_norm: RMSNorm
     head: PackedLinear
-    eps: float
     rotation: Tensor
     """`[positions, head_dim / 2]`, complex: e^{i·position·frequency}."""
     plans: list[LinearPlan]
@@ -136,20 +136,20 @@ class LeanDecoder:
         rotation = self.rotation[past : past + run].view(run, 1, -1)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            normed = F.rms_norm(x, (x.shape[-1],), layer.input_norm, self.eps)
+            normed = layer.input_norm(x)
             mixer = layer.mixer
             if isinstance(mixer, Attention):
                 mixed = self._attend(mixer, normed, rotation, cache, index, rows)
             else:
                 mixed = _convolve(mixer, normed, cache, index, rows)
             x = x + mixed
-            gate, up = layer.gate_up(F.rms_norm(x, (x.shape[-1],), layer.mlp_norm, self.eps)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
             if index in taps:
                 tapped[index] = x[:, :rows]
         cache.length = past + rows
         cache.last_rows = rows
-        return F.rms_norm(x[:, :rows], (x.shape[-1],), self.final_norm, self.eps), [tapped[index] for index in taps]
+        return self.final_norm(x[:, :rows]), [tapped[index] for index in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [rows, hidden] → logits [rows, vocabulary]`."""
@@ -163,7 +163,7 @@ class LeanDecoder:
         past, groups = cache.length, a.heads // a.kv_heads
         qk, v = a.qkv(x).view(batch, run, -1, a.head_dim).split([a.heads + a.kv_heads, a.kv_heads], dim=2)
         if a.qk_norm is not None:
-            qk = F.rms_norm(qk, (a.head_dim,), None, self.eps) * a.qk_norm
+            qk = a.qk_norm(qk)
         qk = rotate(qk, rotation)
         q, k = qk.split([a.heads, a.kv_heads], dim=2)
         keys, values = cache.keys[index], cache.values[index]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import BYTES_TO_DEFEAT_CACHE, LinearPlan, PackedLinear, measure_plan, padded_rows, stock_plan
 from dflash_mini_lab.rotary import interleaved_rows
 from dflash_mini_lab.targets.lean import Attention, Layer, LeanDecoder, ShortConvolution
@@ -66,9 +67,8 @@ def build_lean_decoder(model: Any, capacity: int, measure: bool = True, consume:
         return LeanDecoder(
             embedding=base.embed_tokens.weight.detach(),
             layers=layers,
-            final_norm=norm.weight.detach(),
+            final_norm=_norm(norm),
             head=linear(head.weight.detach(), head.bias),
-            eps=norm.variance_epsilon,
             rotation=_rotation_table(base.rotary_emb, min(capacity, config.max_position_embeddings), norm.weight.dtype),
             plans=list(plans.values()),
             padded_rows=padded_rows([(plans[shape], count) for shape, count in counts.items()]),
@@ -98,8 +98,8 @@ class _LayerSource:
     """One library layer's tensors under common names: fused (weight, bias) pairs, norms, and what builds its mixer."""
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
-    input_norm: Tensor
-    mlp_norm: Tensor
+    input_norm: RMSNorm
+    mlp_norm: RMSNorm
     mixer: Callable[[PackedLinear, PackedLinear], Attention | ShortConvolution]
 
 
@@ -111,8 +111,8 @@ def _layer_source(layer: Any, config: Any) -> _LayerSource:
     mix_in, mix_out, mixer = read(layer, config)
     return _LayerSource(
         linears={"mix_in": mix_in, "mix_out": mix_out, "gate_up": _fuse([gate, up]), "down": _fuse([down])},
-        input_norm=(layer.operator_norm if lfm2 else layer.input_layernorm).weight.detach(),
-        mlp_norm=(layer.ffn_norm if lfm2 else layer.post_attention_layernorm).weight.detach(),
+        input_norm=_norm(layer.operator_norm if lfm2 else layer.input_layernorm),
+        mlp_norm=_norm(layer.ffn_norm if lfm2 else layer.post_attention_layernorm),
         mixer=mixer,
     )
 
@@ -137,10 +137,15 @@ def _attention_source(layer: Any, config: Any) -> tuple:
         order = interleaved_rows(1, head_dim).to(weight.device)
         counts = (heads, kv_heads)
         norms = [getattr(attention, name).weight.detach()[order] for name in names]
-        qk_norm = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
+        weight_of_heads = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
+        qk_norm = RMSNorm(weight_of_heads, getattr(attention, names[0]).variance_epsilon)
     out = attention.out_proj if lfm2 else attention.o_proj
     mix_in = (weight[rows], None if bias is None else bias[rows])
     return mix_in, _fuse([out]), lambda i, o: Attention(i, o, qk_norm, heads, kv_heads, head_dim)
+
+
+def _norm(module: Any) -> RMSNorm:
+    return RMSNorm(module.weight.detach(), module.variance_epsilon)
 
 
 def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
