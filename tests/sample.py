@@ -242,6 +242,34 @@ def add_mismatch(benchmark: dict[str, Any], arm: str, verdict: str = "violation"
     return benchmark
 
 
+def add_tuning(benchmark: dict[str, Any]) -> dict[str, Any]:
+    """The same run with tuned widths: method 01 as the cost model has it, method 08 otherwise."""
+    benchmark["settings"]["tuning_repeats"] = 2
+    benchmark["tuning"] = {"seconds": 20.5, "methods": {"01": _tuned(4, 4), "08": _tuned(3, 6)}}
+    for arm in benchmark["arms"]:
+        if arm["key"] in benchmark["tuning"]["methods"]:
+            arm |= {"verify_width": benchmark["tuning"]["methods"][arm["key"]]["chosen"], "verify_width_source": "tuned"}
+    return benchmark
+
+
+def _tuned(chosen: int, expected: int) -> dict[str, Any]:
+    widths = range(2, SLOTS + 2)
+    joint = [0.5**slot for slot in range(1, SLOTS + 1)]
+    model = []
+    for width in widths:
+        tokens = sum([1.0, *joint][:width])
+        speedup = 1.5 if width == expected else 1.2
+        model.append({"width": width, "tokens_per_round": tokens, "verify_cost": 1.0, "speedup": speedup})
+    return {
+        "trials": [
+            {"width": width, "tokens_per_second": 60.0 - abs(width - chosen), "tau": 1.7, "exact": width != 2} for width in widths
+        ],
+        "chosen": chosen,
+        "analytic": {"chosen": expected, "slot_joint": joint, "draft_cost": 0.16, "widths": model},
+        "agree": chosen == expected,
+    }
+
+
 def interrupt(benchmark: dict[str, Any], cells: int) -> dict[str, Any]:
     """The same run as its file stood after so many measured cells: nothing summed up yet."""
     kept = [cell for cell in benchmark["cells"] if cell["warmup"]] + [cell for cell in benchmark["cells"] if not cell["warmup"]][

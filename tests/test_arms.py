@@ -25,6 +25,20 @@ def test_13_keeps_its_defaults_where_10_was_not_calibrated() -> None:
         assert (arm.key, arm.settings, arm.settings_source) == ("13", dict(by_key("13").settings), "default")
 
 
+def test_a_users_width_beats_a_tuned_one_and_that_the_block() -> None:
+    def widths(given: int | None, tuned: dict[str, int]) -> dict[str, tuple[int | None, str | None]]:
+        arms = make_arms(("00", "01", "10", "13"), ("generate",), 8, given, {}, tuned)
+        return {arm.key: (arm.verify_width, arm.verify_width_source) for arm in arms}
+
+    assert widths(None, {})["01"] == (8, "block")
+    assert widths(5, {"01": 3, "10": 3})["01"] == widths(5, {"10": 3})["13"] == (5, "given")
+    assert widths(9, {})["01"] == (8, "given")
+    tuned = widths(None, {"10": 3})
+    assert (tuned["01"], tuned["10"], tuned["13"]) == ((8, "block"), (3, "tuned"), (3, "tuned (method 10)"))
+    assert tuned["00"] == (1, None)
+    assert tuned["generate"] == (None, None)
+
+
 def test_a_run_calibrates_10_and_records_that_13_follows_it(tmp_path: Path) -> None:
     assert run(settings(tmp_path, methods=("00", "10", "13"), repeats=1)) == 0
     benchmark = read(tmp_path / "benchmark.json")

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("targets", "drafters", "methods"),
     ("decoding", "measurement"),
     ("exactness",),
-    ("calibration", "training", "report"),
+    ("calibration", "tuning", "training", "report"),
     ("benchmark", "evaluation"),
     ("cli",),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sample
-from sample import add_mismatch, interrupt, sample_benchmark
+from sample import add_mismatch, add_tuning, interrupt, sample_benchmark
 
 import dflash_mini_lab
 from dflash_mini_lab.report import render, write_report
@@ -93,6 +93,8 @@ def states() -> dict[str, dict]:
         "baseline wrong": add_mismatch(sample_benchmark(prompts=2), "00"),
         "noisy": sample_benchmark(prompts=3, jitter=0.3),
         "no drafter": without,
+        "tuned": add_tuning(sample_benchmark(prompts=2)),
+        "tuned without calibration": add_tuning(sample_benchmark(prompts=2)) | {"calibration": without["calibration"]},
         "losing": slow,
         "bare": bare,
         "partial results": partial,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 
 import pytest
-from sample import add_mismatch, interrupt, sample_benchmark
+from sample import add_mismatch, add_tuning, interrupt, sample_benchmark
 
 from dflash_mini_lab.report.format import console_text, moment
 from dflash_mini_lab.report.progress import Progress, left_seconds
 from dflash_mini_lab.report.ranking import rank
 from dflash_mini_lab.report.terminal import print_summary, results_table, summary
+from dflash_mini_lab.report.tuning import agreement, tuning
 from dflash_mini_lab.report.verdict import gate_failed, verdict_sentence
 
 
@@ -120,6 +121,27 @@ def test_a_stream_that_cannot_print_a_tick_gets_a_word() -> None:
     print_summary(sample_benchmark(prompts=2), stream, 80)
     assert b"yes" in raw.getvalue()
     assert b"tau" in raw.getvalue()
+
+
+def test_a_tuned_run_says_how_often_the_cost_model_agrees_and_another_says_nothing() -> None:
+    benchmark = sample_benchmark(prompts=2)
+    assert "cost model" not in summary(benchmark)
+    assert summary(add_tuning(benchmark)).splitlines()[-1] == "tuned widths agree with the cost model for 1 of 2 methods"
+    benchmark["tuning"]["methods"]["01"]["agree"] = None
+    assert agreement(benchmark) == "tuned widths agree with the cost model for 0 of 2 methods"
+
+
+def test_the_page_marks_the_measured_and_the_expected_width() -> None:
+    benchmark = add_tuning(sample_benchmark(prompts=2))
+    found = tuning(benchmark)
+    assert found is not None
+    dflash, act = found["methods"]
+    assert [line[-1] for line in dflash["table"]] == ["", "", "✓ measured, ✓ cost model", "", ""]
+    assert [line[-1] for line in act["table"]] == ["", "✓ measured", "", "", "✓ cost model"]
+    assert act["words"] == "fastest at 3; cost model: 6"
+    expected = f"{1.5 / 0.0292:.1f}"  # the model's speed-up over the curve's single-row decode
+    assert act["table"][-1][:4] == (6, "57.0", expected, "1.70")
+    assert act["table"][0][6] == "✗ no"
 
 
 @pytest.mark.parametrize("width", [40, 60, 72, 80, 200])

@@ -69,6 +69,7 @@ def test_smoke_beats_variables_and_is_beaten_by_flags() -> None:
         ("prepare_minutes", "inf", "above 0"),
         ("prompts", "no/such/file.json", "a file that exists"),
         ("verify_width", "1", "from 2 to"),
+        ("tuning_repeats", "0", "from 1 to"),
     ],
 )
 def test_a_bad_flag_says_what_would_have_been_right(field: str, bad: str, hint: str) -> None:
@@ -83,7 +84,12 @@ def test_lists_keep_their_order_and_lose_repetitions() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"prepare": True, "download_only": True}, {"artifact_release_tag": "v1"}, {"refresh_artifacts": True}],
+    [
+        {"prepare": True, "download_only": True},
+        {"artifact_release_tag": "v1"},
+        {"refresh_artifacts": True},
+        {"tune": True, "calibration_prompt_limit": "0"},
+    ],
 )
 def test_flags_that_contradict_each_other_are_refused(given: dict[str, str | bool]) -> None:
     with pytest.raises(ValueError, match="^--"):

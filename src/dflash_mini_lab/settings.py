@@ -47,11 +47,13 @@ class Settings:
     warmup_cells: int = 1
     calibration_tokens: int = 32
     calibration_prompt_limit: int = 4
+    tune: bool = False
+    tuning_repeats: int = 2
     methods: tuple[str, ...] = ()
     """Keys or slugs as given; empty: all. The command line turns them into keys."""
     peers: tuple[str, ...] = ()
     verify_width: int | None = None
-    """Rows per verifier call, anchor included; None: the drafter's block size."""
+    """Rows per verifier call, anchor included; None: tuned, or the drafter's block size."""
     seed: int = 7
     cpu_threads: int | None = None
     """None: one per physical core that this process may use."""
@@ -194,7 +196,13 @@ OPTIONS = (
     ),
     Option("--methods", "only these methods (method 00 is always measured), such as 00,01,08", STUDY, words, metavar="LIST"),
     Option("--peers", "other implementations to measure as well: " + ", ".join(PEERS), STUDY, words_of(*PEERS), metavar="LIST"),
-    Option("--verify-width", "rows per verifier call, anchor included (default: the block)", STUDY, whole(2, 64), metavar="N"),
+    Option(
+        "--verify-width",
+        "rows per verifier call, anchor included (default: the block; beats --tune)",
+        STUDY,
+        whole(2, 64),
+        metavar="N",
+    ),
     Option(
         "--calibration-tokens",
         "new tokens per answer while settings are chosen",
@@ -211,6 +219,8 @@ OPTIONS = (
         "CPU_CALIBRATION_PROMPT_LIMIT",
         "N",
     ),
+    Option("--tune", "choose each method's verify width on the calibration prompts, beside the cost model's choice", STUDY),
+    Option("--tuning-repeats", "how often --tune tries each width on each prompt", STUDY, whole(1, 1000), metavar="N"),
     Option("--seed", "seed of the schedule and of every random choice", STUDY, whole(0, 2**31 - 1), metavar="N"),
     Option("--resume", "continue the interrupted run in the output folder", STUDY),
     Option("--prepare", "train a drafter for the target instead of a benchmark", ARTIFACTS),
@@ -275,6 +285,8 @@ def convert(option: Option, text: str, name: str) -> Any:
 def refuse_contradictions(settings: Settings) -> None:
     if settings.prepare and settings.download_only:
         raise ValueError("--prepare and --download-only exclude each other.")
+    if settings.tune and not settings.calibration_prompt_limit:
+        raise ValueError("--tune needs calibration prompts, and --calibration-prompt-limit is 0.")
     if settings.artifact_release_tag and not settings.artifact_base_url:
         raise ValueError("--artifact-release-tag needs --artifact-base-url or DFLASH_ARTIFACT_BASE_URL.")
     if settings.refresh_artifacts and not settings.artifact_base_url:

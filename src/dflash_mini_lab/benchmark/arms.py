@@ -3,15 +3,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from dflash_mini_lab.benchmark import peers
 from dflash_mini_lab.benchmark.engine import Engine
 from dflash_mini_lab.benchmark.results import BASELINE, CONTROL
 from dflash_mini_lab.decoding import decode
-from dflash_mini_lab.measurement.step_log import COUNTS, PHASES
+from dflash_mini_lab.measurement.step_log import columns
 from dflash_mini_lab.methods import by_key
-from dflash_mini_lab.types import Clock, Decoded, Method
+from dflash_mini_lab.types import Clock, Method
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,23 @@ class Arm:
     settings: dict[str, Any] = field(default_factory=dict)
     settings_source: str | None = None
     verify_width: int | None = None
+    verify_width_source: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def make_arms(
-    method_keys: Sequence[str], peer_keys: Sequence[str], block_size: int, verify_width: int | None, chosen: Mapping[str, Any]
+    method_keys: Sequence[str],
+    peer_keys: Sequence[str],
+    block_size: int,
+    verify_width: int | None,
+    chosen: Mapping[str, Any],
+    tuned: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Arm]:
-    """Arms in the order in which tables list them. `chosen`: method key → its calibrated settings.
+    """Arms in the order in which tables list them. `chosen`: method key → its calibrated settings; `tuned`: → its tuned width.
 
-    Method 00 is always measured, twice. `verify_width`: the user's own; None is the whole block.
+    Method 00 is always measured, twice. `verify_width`: the user's own, which beats a tuned one; without either, the whole block.
     """
     normal = by_key(BASELINE)
     again = f"{normal.name}, again"
@@ -47,9 +54,9 @@ def make_arms(
         method = by_key(key)
         if method.key == BASELINE:
             continue
-        width = min(verify_width or block_size, block_size)
         values, source = _settings(method, chosen)
-        arms.append(Arm(method.key, method.name, "method", method.summary, values, source, width))
+        width, width_source = _width(method, block_size, verify_width, tuned)
+        arms.append(Arm(method.key, method.name, "method", method.summary, values, source, width, width_source))
     for key in peer_keys:
         peer = peers.by_key(key)
         arms.append(Arm(peer.key, peer.name, "peer", peer.summary, dict(peer.settings)))
@@ -62,6 +69,17 @@ def _settings(method: Method, chosen: Mapping[str, Any]) -> tuple[dict[str, Any]
         followed = chosen[method.settings_of]
         return {name: followed[name] for name in method.settings}, f"calibrated (method {method.settings_of})"
     return {**method.settings, **chosen.get(method.key, {})}, "calibrated" if method.key in chosen else "default"
+
+
+def _width(method: Method, block_size: int, given: int | None, tuned: Mapping[str, int]) -> tuple[int, str]:
+    """The width a method verifies with, and where it came from. A method that follows another verifies as that one does."""
+    if given:
+        return min(given, block_size), "given"
+    if method.key in tuned:
+        return tuned[method.key], "tuned"
+    if method.settings_of and method.settings_of in tuned:
+        return tuned[method.settings_of], f"tuned (method {method.settings_of})"
+    return block_size, "block"
 
 
 def answer(engine: Engine, stock: Any, arm: Arm, prompt_ids: Sequence[int], budget: int, clock: Clock) -> dict[str, Any]:
@@ -80,10 +98,5 @@ def answer(engine: Engine, stock: Any, arm: Arm, prompt_ids: Sequence[int], budg
         "finish": decoded.finish,
         "prefill_seconds": decoded.prefill_seconds,
         "decode_seconds": decoded.decode_seconds,
-        "steps": step_columns(decoded),
+        "steps": columns(decoded),
     }
-
-
-def step_columns(decoded: Decoded) -> dict[str, list[Any]]:
-    """A step log by columns, as benchmark.json keeps it."""
-    return {name: [getattr(step, name) for step in decoded.steps] for name in (*COUNTS, *PHASES)}

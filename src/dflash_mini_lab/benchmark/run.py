@@ -49,7 +49,7 @@ def measure(
     clock: Clock,
     save: Callable[[Path, Benchmark], None] = write,
 ) -> int:
-    """The run itself, for any model: references, calibration, cost curve, cells, verdicts, results, report."""
+    """The run itself, for any model: references, calibration, cost curve, tuning, cells, verdicts, results, report."""
     run = Run(
         model=model,
         prompts=prompts,
@@ -66,6 +66,8 @@ def measure(
         say(f"Continuing {run.path}: {len(benchmark['cells'])} cells are there.")
     elif settings.resume:
         say(f"There is nothing to resume in {settings.output_dir}: starting.")
+    if settings.tune and settings.verify_width:
+        say("No width is tuned: --verify-width gives it.")
     interrupted = False
     try:
         take_measurements(run, benchmark)
@@ -94,6 +96,7 @@ def take_measurements(run: Run, benchmark: Benchmark) -> None:
         stock = peers_model.enter_context(run.model.stock() if run.settings["peers"] else nullcontext())
         stages.take_calibration(run, benchmark, engine, expected)
         stages.take_verify_cost(run, benchmark, engine)
+        stages.take_tuning(run, benchmark, engine, expected)
         stages.run_cells(run, benchmark, engine, stock)
     stages.judge_mismatches(run, benchmark, engine, references)
 
@@ -125,6 +128,7 @@ def settings_entry(settings: Settings) -> dict[str, Any]:
         "verify_width": settings.verify_width,
         "calibration_tokens": settings.calibration_tokens,
         "calibration_prompt_limit": settings.calibration_prompt_limit,
+        "tuning_repeats": settings.tuning_repeats if settings.tune and not settings.verify_width else None,
     }
 
 

@@ -25,6 +25,7 @@ from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST, measure_veri
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.prompts import Prompt
 from dflash_mini_lab.report.progress import Progress
+from dflash_mini_lab.tuning import tune
 from dflash_mini_lab.types import Clock, Decoded, Method, UserError
 
 
@@ -64,8 +65,9 @@ def new_benchmark(run: Run, command: Sequence[str]) -> Benchmark:
             {"id": p.id, "category": p.category, "text": p.text, "prompt_tokens": len(run.encoded[p.id])}
             for p in run.prompts
         ],
-        "arms": [arm.as_json() for arm in arms(run, {})],
+        "arms": [arm.as_json() for arm in arms(run, {}, {})],
         "calibration": {"prompts": list(run.calibration), "seconds": 0.0, "methods": {}},
+        "tuning": {"seconds": 0.0, "methods": {}} if run.settings["tuning_repeats"] else None,
         "reference": [],
         "cells": [],
         "verify_cost": None,
@@ -84,10 +86,12 @@ def resumed(run: Run, fresh: Benchmark) -> Benchmark:
     return earlier
 
 
-def arms(run: Run, calibrated: Mapping[str, Any]) -> list[Arm]:
+def arms(run: Run, calibrated: Mapping[str, Any], tuned: Mapping[str, Any]) -> list[Arm]:
+    """The arms with what was chosen for them so far: the `methods` of `calibration` and of `tuning`."""
     settings = run.settings
     chosen = {key: entry["chosen"] for key, entry in calibrated.items()}
-    return make_arms(settings["methods"], settings["peers"], run.model.block_size, settings["verify_width"], chosen)
+    widths = {key: entry["chosen"] for key, entry in tuned.items() if entry["chosen"]}
+    return make_arms(settings["methods"], settings["peers"], run.model.block_size, settings["verify_width"], chosen, widths)
 
 
 def take_references(run: Run, benchmark: Benchmark, stock: Any) -> dict[str, Reference]:
@@ -108,8 +112,8 @@ def take_references(run: Run, benchmark: Benchmark, stock: Any) -> dict[str, Ref
 
 
 def take_calibration_references(run: Run, benchmark: Benchmark, stock: Any) -> dict[str, list[int]]:
-    """Calibration prompt → the tokens that every trial must give; empty when no method is left to calibrate."""
-    if not methods_to_calibrate(run, benchmark):
+    """Calibration prompt → the tokens that every trial must give; empty when no method is left to calibrate or to tune."""
+    if not methods_to_calibrate(run, benchmark) and not methods_to_tune(run, benchmark):
         return {}
     budget = run.settings["calibration_tokens"]
     answers = _references(run, stock, run.calibration, budget, "calibration reference")
@@ -155,8 +159,50 @@ def take_calibration(run: Run, benchmark: Benchmark, engine: Engine, expected: M
             entry["seconds"] += clock.now() - started
             if found:
                 entry["methods"][key] = found
-                benchmark["arms"] = [arm.as_json() for arm in arms(run, entry["methods"])]
+                benchmark["arms"] = [arm.as_json() for arm in arms(run, entry["methods"], {})]
                 run.save(run.path, benchmark)
+            progress.done()
+            progress.cell(by_key(key).name)
+
+
+def methods_to_tune(run: Run, benchmark: Benchmark) -> list[str]:
+    """Keys of the methods with no tuned width, of a run that tunes; none once a cell has been run. A method that follows
+    another of the run follows its width as well: between the two lies the one difference that they are compared for."""
+    if not run.settings["tuning_repeats"] or benchmark["cells"] or run.model.block_size < 2:
+        return []
+    keys = [arm["key"] for arm in benchmark["arms"] if arm["kind"] == "method"]
+    return [key for key in keys if by_key(key).settings_of not in keys and key not in benchmark["tuning"]["methods"]]
+
+
+def take_tuning(run: Run, benchmark: Benchmark, engine: Engine, expected: Mapping[str, Sequence[int]]) -> None:
+    """Choose each method's verify width on the calibration prompts, with the settings it has by now. Saved after each method."""
+    settings, entry, clock = run.settings, benchmark.get("tuning"), run.clock
+    waiting = methods_to_tune(run, benchmark) if expected else []
+    if entry is None or not waiting:
+        return
+    values = {arm["key"]: arm["settings"] for arm in benchmark["arms"]}
+
+    def answer(key: str, width: int, prompt: str) -> Decoded:
+        ids, budget = run.calibration[prompt], settings["calibration_tokens"]
+        return decode(engine.target, ids, by_key(key), budget, clock, engine.drafter, values[key], width)
+
+    with run.progress(len(waiting), "tuning") as progress:
+        for key in waiting:
+            progress.now(by_key(key).name, "calibration prompts")
+            started = clock.now()
+            found = tune(
+                partial(answer, key),
+                run.model.block_size,
+                expected,
+                benchmark["verify_cost"],
+                settings["tuning_repeats"],
+                settings["seed"] + 2,
+            )
+            entry["seconds"] += clock.now() - started
+            entry["methods"][key] = found
+            calibrated = benchmark["calibration"]["methods"]
+            benchmark["arms"] = [arm.as_json() for arm in arms(run, calibrated, entry["methods"])]
+            run.save(run.path, benchmark)
             progress.done()
             progress.cell(by_key(key).name)
 

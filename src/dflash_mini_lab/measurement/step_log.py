@@ -6,13 +6,21 @@ nor the prefill call is counted in τ or in throughput, and method 00 has τ = 1
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+from dflash_mini_lab.types import Decoded
 
 PHASES = ("draft", "select", "verify", "rest")
 COUNTS = ("rows", "proposed", "accepted", "committed", "work")
 
 StepLog = Mapping[str, Sequence[float]]
+
+
+def columns(decoded: Decoded) -> dict[str, list[Any]]:
+    """An answer's step log by columns, as benchmark.json keeps it."""
+    return {name: [getattr(step, name) for step in decoded.steps] for name in (*COUNTS, *PHASES)}
 
 
 def request_tau(log: StepLog) -> float | None:

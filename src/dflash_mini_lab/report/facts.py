@@ -29,6 +29,11 @@ def settings(benchmark: Benchmark) -> Facts:
         for arm in arms(benchmark)
         if arm.get("settings")
     ]
+    facts += [
+        (f"{arm.get('name') or arm['key']} verifies", f"{plain(arm.get('verify_width'))} rows ({plain(source)})")
+        for arm in arms(benchmark)
+        if (source := arm.get("verify_width_source")) not in (None, "block")
+    ]
     return facts
 
 

@@ -7,6 +7,7 @@ from typing import TextIO
 
 from dflash_mini_lab.report.format import console_text, fixed, interval, percent, times
 from dflash_mini_lab.report.ranking import Benchmark, Row, rank
+from dflash_mini_lab.report.tuning import agreement
 from dflash_mini_lab.report.verdict import verdict
 
 # Column → from which width of the terminal it is shown. A narrow one keeps what a reader must not miss: "no difference"
@@ -32,10 +33,11 @@ def aligned(lines: list[list[str]], least: Sequence[int], left: Sequence[int], w
 
 
 def summary(benchmark: Benchmark, width: int = 80, encoding: str | None = "utf-8") -> str:
-    """The verdict sentence, its warnings and the table, for the end of a run."""
+    """The verdict sentence, its warnings, the table, and what came of tuning, for the end of a run."""
     found = verdict(benchmark)
     head = [found.sentence, *(f"! {warning}" for warning in found.warnings)]
-    return "\n".join(console_text(line, encoding) for line in head) + "\n\n" + results_table(benchmark, width, encoding)
+    foot = f"\n\n{tuned}" if (tuned := agreement(benchmark)) else ""
+    return "\n".join(console_text(line, encoding) for line in head) + "\n\n" + results_table(benchmark, width, encoding) + foot
 
 
 def print_summary(benchmark: Benchmark, stream: TextIO, width: int = 80) -> None:

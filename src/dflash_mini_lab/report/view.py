@@ -8,6 +8,7 @@ from dflash_mini_lab.report import charts, facts, measured
 from dflash_mini_lab.report.format import dig, fixed, interval, is_number, listed, moment, percent, plain, plural, seconds, times
 from dflash_mini_lab.report.ranking import Benchmark, Row, arms, inexact_arms, measured_cells, rank
 from dflash_mini_lab.report.terms import TERMS
+from dflash_mini_lab.report.tuning import tuning
 from dflash_mini_lab.report.verdict import best_method, verdict
 
 SECTIONS = (
@@ -57,6 +58,7 @@ def page(benchmark: Benchmark) -> dict[str, Any]:
         "break_even": measured.break_even(benchmark, rows),
         "phases": measured.phases(benchmark, rows),
         "calibration": facts.calibration(benchmark),
+        "tuning": tuning(benchmark),
         "layers": facts.linear_plans(benchmark),
         "drafter": facts.drafter(benchmark),
         "target": facts.target(benchmark),
