@@ -1,7 +1,8 @@
-"""The pages: each one self-contained HTML file, over one benchmark.json or two. Never imports torch, never reaches the network.
+"""The pages, each one self-contained HTML file: a run, two runs compared, and (`site`) an index over several.
 
-`view` prepares, `charts` draws, the templates place. Prompts, model output and machine names are untrusted text: autoescape
-is on, the page may run no script and load nothing, and its one style sheet is allowed by its hash.
+Never imports torch, never reaches the network. `view` prepares, `charts` draws, the templates place. Prompts, model output and
+machine names are untrusted text: autoescape is on, the page may run no script and load nothing, and its one style sheet is
+allowed by its hash.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def write_report(benchmark: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     content = render(benchmark).encode("utf-8")
     for name in PAGES:
-        _replace(folder / name, content)
+        replace(folder / name, content)
     return folder / PAGES[0]
 
 
@@ -46,21 +47,22 @@ def write_comparison(comparison: Comparison, folder: Path) -> Path:
     """Write compare.html, replaced at once; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / COMPARISON_PAGE
-    _replace(path, render_comparison(comparison).encode("utf-8"))
+    replace(path, render_comparison(comparison).encode("utf-8"))
     return path
 
 
 def render(benchmark: dict[str, Any]) -> str:
     """The page of a run as text."""
-    return _filled("page.html.j2", view.page(benchmark))
+    return fill("page.html.j2", view.page(benchmark))
 
 
 def render_comparison(comparison: Comparison) -> str:
     """The page of a comparison as text."""
-    return _filled("compare.html.j2", comparison_view.page(comparison))
+    return fill("compare.html.j2", comparison_view.page(comparison))
 
 
-def _filled(template: str, page: dict[str, Any]) -> str:
+def fill(template: str, page: dict[str, Any]) -> str:
+    """The template with `page` in it, as one self-contained file."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -85,7 +87,8 @@ def _whole(text: str) -> Markup:
     return Markup(_INTERVAL.sub(r'<span class="whole">\g<0></span>', str(escape(visible(text)))))
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes) -> None:
+    """Write `path` in one step: a reader sees the old file or the new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
