@@ -96,7 +96,7 @@ def packed_storage_works(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def measure_plan(weights: list[Tensor], repeats: int = 5) -> LinearPlan:
-    """Time stock and prepacked products on `weights` (same shape; enough of them that they do not sit in cache).
+    """Time stock and prepacked products on `weights` (same shape; copies are added until they cannot sit in cache).
 
     One copy of a weight serves every row count, so the storage with the smaller time summed over MEASURED_ROWS is kept.
     """
@@ -105,7 +105,8 @@ def measure_plan(weights: list[Tensor], repeats: int = 5) -> LinearPlan:
     if not packed_storage_works(first.dtype, first.device):
         return stock_plan(first)
     size = first.numel() * first.element_size()
-    sample = weights[: max(1, -(-BYTES_TO_DEFEAT_CACHE // size))]
+    count = max(1, -(-BYTES_TO_DEFEAT_CACHE // size))
+    sample = [*weights[:count], *(first.clone() for _ in range(count - len(weights)))]
     packed = [_pack(weight) for weight in sample]
     stock_seconds, packed_seconds = {}, {}
     for rows in MEASURED_ROWS:

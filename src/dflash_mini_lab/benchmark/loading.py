@@ -47,14 +47,14 @@ def load_model(settings: Settings, say: Say) -> Model:
         yield loaded.stock_model()
 
     def build(capacity: int) -> Engine:
+        model = loaded.stock_model()
+        embedding, head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+        target = loaded.build(capacity, keep_stock=keep_stock)
         drafter = None
         if checkpoint:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
-            model = loaded.stock_model()
-            embedding, head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
-            drafter = BlockDrafter(*checkpoint, embedding, head, capacity)
-        target = loaded.build(capacity, keep_stock=keep_stock)
+            drafter = BlockDrafter(*checkpoint, embedding, head, capacity, known_plans=target.plans)
 
         def path_logits(prompt_ids: Any) -> Any:
             return lambda tokens: target.logits([*prompt_ids, *tokens])[len(prompt_ids) - 1 :].float().cpu().numpy()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -39,11 +38,8 @@ class BlockDraft:
 
     def __init__(self, drafter: BlockDrafter, committed: Sequence[int], hidden: Tensor) -> None:
         self.committed, self.anchor, self.slots = committed, committed[-1], hidden.shape[0]
-        self._drafter, self._hidden = drafter, hidden
-
-    @cached_property
-    def _logits(self) -> Tensor:
-        return self._drafter.head(self._hidden)
+        self._drafter = drafter
+        self._logits = drafter.head(hidden)  # every method needs them, so they are drafting, not selection
 
     @torch.inference_mode()
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -73,8 +69,10 @@ class BlockDrafter:
         head_weight: Tensor,
         max_positions: int,
         measure: bool = True,
+        known_plans: Sequence[LinearPlan] = (),
     ) -> None:
-        """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products."""
+        """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products; `known_plans`: the
+        target's, which serve the shapes that both have."""
         _check_fit(config, embedding)
         dtype, device = embedding.dtype, embedding.device
         self.config, self.embedding = config, embedding
@@ -93,8 +91,10 @@ class BlockDrafter:
         by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for weight in sources.values():
             by_shape[tuple(weight.shape)].append(weight)
-        plans = {shape: measure_plan(ws) if measure else stock_plan(ws[0]) for shape, ws in by_shape.items()}
-        self.plans: list[LinearPlan] = list(plans.values())
+        known: dict[tuple[int, ...], LinearPlan] = {(plan.out_features, plan.in_features): plan for plan in known_plans}
+        new = {shape: measure_plan(ws) if measure else stock_plan(ws[0]) for shape, ws in by_shape.items() if shape not in known}
+        self.plans: list[LinearPlan] = list(new.values())
+        plans = {**known, **new}
         linear = {name: PackedLinear(weight, None, plans[tuple(weight.shape)]) for name, weight in sources.items()}
         self.fc, self.head = linear["fc"], linear["head"]
         self.context_kv = linear["context_kv"]
