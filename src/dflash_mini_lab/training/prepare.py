@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -25,7 +26,7 @@ from dflash_mini_lab.drafters.checkpoint import CONFIG_FILE, TENSOR_FILE, Drafte
 from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
-from dflash_mini_lab.prompts import load_prompts, not_held_out, training_texts
+from dflash_mini_lab.prompts import around_own_prompts, load_prompts, not_held_out, training_texts
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.loading import LoadedTarget, load_target
@@ -38,13 +39,16 @@ from dflash_mini_lab.training.teacher import continue_batch, equal_length_batche
 from dflash_mini_lab.training.train import LOG_FILE, RealLoop, train_drafter
 from dflash_mini_lab.types import UserError
 
-OWN_PROMPTS_SHARE = 0.2
+OWN_PROMPTS_SHARE = 0.3
 """Share of the data time that samples the target's own prompts."""
+FEWEST_SEEDS = 1000
+"""Seeds are patterns, and a drafter learns patterns by heart: they are at most half as many as the target's own prompts, or this."""
 REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 6, 32
 FEWEST_SEQUENCES = 16
 LONGEST_SEQUENCE = 1024
 """Tokens of a prompt and its answer; a target with a shorter context sets its own limit."""
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+TRAIN_SEEDS = BENCHMARKS / "train_seeds.json"
 PROVENANCE_FILE, STATE_FILE, PROMPTS_FILE = "provenance.json", "prepare-state.json", "own-prompts.json"
 MADE_FOR_FILE = "made-for.json"
 
@@ -135,8 +139,8 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     decoder = build_lean_decoder(loaded.stock_model(), capacity=LONGEST_SEQUENCE, consume=True)
     loaded.release_stock()
     began = time.monotonic() - spent
-    texts = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
-    texts += training_texts(BENCHMARKS / "train_seeds.json")
+    own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
+    texts = training_prompts(own, loaded.prompt_format == "chat", recipe.seed)
     held_out = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
     texts = not_held_out(texts, held_out)
     prompts = [ids for ids in map(loaded.encode_prompt, dict.fromkeys(texts)) if 0 < len(ids) <= longest]
@@ -154,6 +158,16 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
             break
     bar.close()
     _write_state(work, seconds)
+
+
+def training_prompts(own: list[str], chat: bool, seed: int) -> list[str]:
+    """The target's own prompts; for a chat target each of them once more inside a request about it; and some of the seeds."""
+    order = random.Random(seed)
+    frames = around_own_prompts(TRAIN_SEEDS) if chat else []
+    framed = [order.choice(frames).replace("{x}", text) for text in own] if frames else []
+    seeds = list(training_texts(TRAIN_SEEDS))
+    order.shuffle(seeds)
+    return own + framed + seeds[: max(len(own) // 2, FEWEST_SEEDS)]
 
 
 def _own_texts(decoder: Any, loaded: LoadedTarget, recipe: Recipe, path: Path, until: float) -> list[str]:

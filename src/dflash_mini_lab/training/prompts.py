@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 
 import torch
@@ -21,8 +22,9 @@ PLACE = "\u241f"
 def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, until: float) -> list[str]:
     """Texts sampled at temperature 1 until `until` (monotonic seconds), without duplicates, sorted.
 
-    Chat target: the template up to the start of the user turn, continued to the end-of-turn token. Base target: a random piece
-    of text from the beginning-of-sequence token (or the end-of-text one), cut at `own_prompt_tokens`.
+    Chat target: the template up to the start of the user turn, continued to the end-of-turn token; a turn still unfinished at
+    `own_prompt_tokens` is cut after its last whole sentence. Base target: a random piece of text from the
+    beginning-of-sequence token (or the end-of-text one).
     """
     chat = loaded.prompt_format == "chat"
     opening = _user_turn_opening(loaded) if chat else _text_opening(loaded)
@@ -34,11 +36,10 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
     while time.monotonic() < until:
         batch = torch.tensor([opening] * recipe.teacher_batch)
         for trajectory in continue_batch(decoder, batch, recipe.own_prompt_tokens, stops, temperature=1.0, generator=generator):
-            ended = trajectory.tokens[-1] in loaded.stop_ids
-            if chat and not ended:
-                continue
             text = loaded.decode_text(trajectory.tokens[len(opening) :]).strip()
-            if not chat:
+            if chat and trajectory.tokens[-1] not in loaded.stop_ids:
+                text = _whole_sentences(text)
+            elif not chat:
                 words = text.split()
                 text = " ".join(words[: random.Random(len(found)).randint(4, 24)])
             if len(text) >= SHORTEST:
@@ -47,6 +48,12 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
         bar.refresh()
     bar.close()
     return sorted(found)
+
+
+def _whole_sentences(text: str) -> str:
+    """`text` up to its last sentence end; nothing where it has none."""
+    ends = list(re.finditer(r"[.?!:][\"')]?(?=\s)", text))
+    return text[: ends[-1].end()] if ends else ""
 
 
 def _user_turn_opening(loaded: LoadedTarget) -> list[int]:
