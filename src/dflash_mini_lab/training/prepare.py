@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from dflash_mini_lab.catalog import resolve
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.drafters.checkpoint import CONFIG_FILE, TENSOR_FILE, DrafterConfig, load_checkpoint, save_checkpoint
+from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
@@ -260,6 +260,4 @@ def _read_state(work: Path) -> float:
 
 
 def _write_state(work: Path, seconds: float) -> None:
-    part = work / (STATE_FILE + ".part")
-    part.write_text(json.dumps({"data_seconds": round(seconds, 1)}), encoding="utf-8")
-    os.replace(part, work / STATE_FILE)
+    replace_file(work / STATE_FILE, json.dumps({"data_seconds": round(seconds, 1)}).encode("utf-8"))

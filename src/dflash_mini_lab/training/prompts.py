@@ -21,6 +21,8 @@ SHORTEST = 12
 """Characters; shorter texts are greetings and fragments."""
 HELD_OUT_BATCH = 16
 """Held-out prompts of one length."""
+REQUESTS = 2
+"""Requests about each own prompt: they vary the answers for no sampling."""
 FEWEST_SEEDS = 1000
 """A drafter learns the seeds' patterns by heart: there are at most half as many seeds as own prompts, or this many."""
 PLACE = "\u241f"
@@ -73,10 +75,12 @@ def hold_out(prompts: Mapping[str, Sequence[int]], most: int) -> list[str]:
 
 
 def training_texts(own: Sequence[str], chat: bool, seeds: Path, seed: int) -> list[str]:
-    """The target's own prompts; for a chat target each once more inside a request about it; and some of the file's seeds."""
+    """The target's own prompts; for a chat target each again inside REQUESTS requests about it; and some of the file's seeds."""
     order = random.Random(seed)
     frames = around_own_prompts(seeds) if chat else []
-    framed = [order.choice(frames).replace("{x}", text) for text in own] if frames else []
+    framed = [
+        frame.replace("{x}", text) for text in own for frame in order.sample(frames, min(REQUESTS, len(frames)))
+    ]
     patterns = list(training_seeds(seeds))
     order.shuffle(patterns)
     return [*own, *framed, *patterns[: max(len(own) // 2, FEWEST_SEEDS)]]

@@ -36,7 +36,7 @@ class Recipe:
     seed: int = 7
 
 
-RECIPES = {"smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0)}
+RECIPES = {"smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0, learning_rate=1e-3)}
 """Targets whose recipe differs from the default."""
 
 

@@ -5,7 +5,6 @@ Tensors: `tokens` int32 `[Σ length]`, `lengths`, `prompt_lengths`, `features` b
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflash_mini_lab.drafters.checkpoint import save_tensors
+from dflash_mini_lab.files import replacing
 from dflash_mini_lab.training.teacher import Trajectory
 
 
@@ -36,8 +36,6 @@ class Sequence:
 def write_shard(path: Path, trajectories: Iterable[Trajectory]) -> int:
     """Returns the number of answer tokens written."""
     found = list(trajectories)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
     tensors = {
         "tokens": torch.tensor([token for t in found for token in t.tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(t.tokens) for t in found]),
@@ -46,8 +44,8 @@ def write_shard(path: Path, trajectories: Iterable[Trajectory]) -> int:
         "likely_ids": torch.cat([t.likely_ids for t in found]),
         "likely": torch.cat([t.likely for t in found]),
     }
-    save_tensors(tensors, part)
-    os.replace(part, path)
+    with replacing(path) as part:
+        save_tensors(tensors, part)
     return sum(len(t.tokens) - t.prompt_length for t in found)
 
 

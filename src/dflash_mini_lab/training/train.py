@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, save_tensors
+from dflash_mini_lab.files import replacing
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.training.blocks import Blocks, cut_blocks, target_to_draft
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, slot_cross_entropy, teacher_cross_entropy
@@ -204,9 +204,8 @@ class _Trainer:
         for index, state in self.optimiser.state_dict()["state"].items():
             tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
         facts = {"step": str(progress.step), "seconds": str(progress.seconds), "tokens_seen": str(progress.tokens_seen)}
-        part = folder / (STATE_FILE + ".part")
-        save_tensors({name: tensor.detach().clone() for name, tensor in tensors.items()}, part, facts)
-        os.replace(part, folder / STATE_FILE)
+        with replacing(folder / STATE_FILE) as part:
+            save_tensors({name: tensor.detach().clone() for name, tensor in tensors.items()}, part, facts)
 
     def resume(self, folder: Path) -> Progress | None:
         path = folder / STATE_FILE
