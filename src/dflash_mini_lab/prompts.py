@@ -42,7 +42,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def training_texts(path: Path) -> Iterator[str]:
+def training_seeds(path: Path) -> Iterator[str]:
     """Every seed of a training file: each group's patterns filled with each of its values."""
     try:
         groups = json.loads(path.read_bytes().decode("utf-8-sig"))["groups"]
@@ -52,6 +52,14 @@ def training_texts(path: Path) -> Iterator[str]:
                     yield pattern.replace("{x}", value)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: the training seeds cannot be read ({error}).") from error
+
+
+def around_own_prompts(path: Path) -> list[str]:
+    """Patterns of a training file that ask for something about a prompt `{x}` which the target wrote itself."""
+    try:
+        return list(json.loads(path.read_bytes().decode("utf-8-sig"))["around_own_prompts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: the patterns around own prompts cannot be read ({error}).") from error
 
 
 def not_held_out(texts: Sequence[str], held_out: Sequence[Prompt]) -> list[str]:
