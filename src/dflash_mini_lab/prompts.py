@@ -42,7 +42,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def training_texts(path: Path) -> Iterator[str]:
+def training_seeds(path: Path) -> Iterator[str]:
     """Every seed of a training file: each group's patterns filled with each of its values."""
     try:
         groups = json.loads(path.read_bytes().decode("utf-8-sig"))["groups"]

@@ -20,7 +20,7 @@ from dflash_mini_lab.benchmark_file import Benchmark, schema_errors, write
 from dflash_mini_lab.decoding import refuse_without_heads
 from dflash_mini_lab.measurement.clock import clock_for
 from dflash_mini_lab.methods import METHODS, by_key
-from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_texts
+from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_seeds
 from dflash_mini_lab.report import write_report
 from dflash_mini_lab.report.terminal import print_summary
 from dflash_mini_lab.settings import Settings
@@ -130,7 +130,7 @@ def choose_prompts(settings: Settings, folder: Path = PROMPT_FOLDER) -> tuple[li
     """The first prompts of the user's file or of the lab's, and the first calibration prompts. An overlap is refused."""
     measured = load_prompts(settings.prompts or folder / "prompts.json")
     tuned = load_prompts(folder / "calibration_prompts.json")
-    refuse_overlap(measured, tuned, training_texts(folder / "train_seeds.json"))
+    refuse_overlap(measured, tuned, training_seeds(folder / "train_seeds.json"))
     return measured[: settings.prompt_limit], tuned[: settings.calibration_prompt_limit]
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from dflash_mini_lab.prompts import around_own_prompts, training_seeds
 from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.loading import LoadedTarget
 from dflash_mini_lab.training.recipe import Recipe
@@ -15,6 +19,10 @@ from dflash_mini_lab.training.teacher import continue_batch
 
 SHORTEST = 12
 """Characters; shorter texts are greetings and fragments."""
+HELD_OUT_BATCH = 16
+"""Held-out prompts of one length."""
+FEWEST_SEEDS = 1000
+"""A drafter learns the seeds' patterns by heart: there are at most half as many seeds as own prompts, or this many."""
 PLACE = "\u241f"
 """Stands for the user's words while the template is cut open; a character that no template contains."""
 
@@ -48,6 +56,30 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
         bar.refresh()
     bar.close()
     return sorted(found)
+
+
+def hold_out(prompts: Mapping[str, Sequence[int]], most: int) -> list[str]:
+    """Up to `most` of the texts (text → token ids), kept out of training in any form; what training is judged on.
+
+    An eighth of each token length, at most HELD_OUT_BATCH of it, the commonest lengths first: each length is one batch.
+    """
+    by_length: dict[int, list[str]] = defaultdict(list)
+    for text, ids in prompts.items():
+        by_length[len(ids)].append(text)
+    chosen: list[str] = []
+    for texts in sorted(by_length.values(), key=len, reverse=True):
+        chosen += texts[: min(len(texts) // 8, HELD_OUT_BATCH, most - len(chosen))]
+    return chosen
+
+
+def training_texts(own: Sequence[str], chat: bool, seeds: Path, seed: int) -> list[str]:
+    """The target's own prompts; for a chat target each once more inside a request about it; and some of the file's seeds."""
+    order = random.Random(seed)
+    frames = around_own_prompts(seeds) if chat else []
+    framed = [order.choice(frames).replace("{x}", text) for text in own] if frames else []
+    patterns = list(training_seeds(seeds))
+    order.shuffle(patterns)
+    return [*own, *framed, *patterns[: max(len(own) // 2, FEWEST_SEEDS)]]
 
 
 def _whole_sentences(text: str) -> str:

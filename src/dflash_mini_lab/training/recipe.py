@@ -24,12 +24,14 @@ class Recipe:
     answer_tokens: int = 128
     own_prompt_tokens: int = 80
     teacher_batch: int = 128
-    sequences: int = 8
-    anchors: int = 40
+    sequences: int = 12
+    anchors: int = 27
+    teacher_share: float = 0.5
+    """Share of the loss that asks for the target's distribution; the rest asks for its choice."""
     learning_rate: float = 1.5e-3
     warm_up: float = 0.04
     final_rate: float = 0.03
-    held_out_share: float = 0.03
+    held_out_prompts: int = 192
     minutes: float = 60.0
     seed: int = 7
 

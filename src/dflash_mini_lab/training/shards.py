@@ -5,7 +5,6 @@ Tensors: `tokens` int32 `[Σ length]`, `lengths`, `prompt_lengths`, `features` b
 """
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -74,18 +73,7 @@ def read_features(sequence: Sequence) -> Tensor:
 
 
 def read_likely(sequence: Sequence) -> tuple[Tensor, Tensor]:
-    """The target's likeliest ids (int64) and their probabilities (float32) at each answer token, `[answer tokens, candidates]`."""
+    """The target's likeliest ids (int64) and their probabilities (float32), `[answer tokens, candidates]` each."""
     with safe_open(sequence.shard, "pt") as shard:
         rows = slice(sequence.first_answer, sequence.first_answer + sequence.answer_tokens)
         return shard.get_slice("likely_ids")[rows].long(), shard.get_slice("likely")[rows].float()
-
-
-def split(sequences: list[Sequence], held_out_share: float) -> tuple[list[Sequence], list[Sequence]]:
-    """Training and held-out sequences, by a digest of the prompt: the same prompt is never on both sides."""
-    training: list[Sequence] = []
-    held_out: list[Sequence] = []
-    for sequence in sequences:
-        prompt = sequence.tokens[: sequence.prompt_length].numpy().tobytes()
-        place = int.from_bytes(hashlib.sha256(prompt).digest()[:4], "big") / 2**32
-        (held_out if place < held_out_share else training).append(sequence)
-    return training, held_out

@@ -105,8 +105,8 @@ def continue_batch(
             likely_ids, likely = likely_ids[rows], likely[rows]
 
 
-def equal_length_batches(prompts: list[list[int]], batch: int, seed: int) -> list[Tensor]:
-    """Group prompts by exact length into shuffled batches `[≤ batch, length]`; buckets under SMALLEST_BATCH are left out."""
+def equal_length_batches(prompts: list[list[int]], batch: int, seed: int, smallest: int = SMALLEST_BATCH) -> list[Tensor]:
+    """Group prompts by exact length into shuffled batches `[≤ batch, length]`; those under `smallest` prompts are left out."""
     order = random.Random(seed)
     buckets: dict[int, list[list[int]]] = defaultdict(list)
     for prompt in prompts:
@@ -115,7 +115,7 @@ def equal_length_batches(prompts: list[list[int]], batch: int, seed: int) -> lis
     for bucket in buckets.values():
         order.shuffle(bucket)
         parts = [bucket[start : start + batch] for start in range(0, len(bucket), batch)]
-        batches += [torch.tensor(part) for part in parts if len(part) >= SMALLEST_BATCH]
+        batches += [torch.tensor(part) for part in parts if len(part) >= smallest]
     order.shuffle(batches)
     return batches
 
