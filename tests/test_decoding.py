@@ -18,7 +18,7 @@ def test_every_method_answers_as_plain_greedy_decoding_does(family: str, kind: s
     for seed in range(2):
         prompt = random_ids(5 + seed, seed)
         answer = plain_greedy(family, prompt, 24)
-        for path in ("lean", "library"):
+        for path in ("lean", "static", "library"):
             for block in (2, 5, 8):
                 drafter = ScriptedDrafter(kind, len(prompt), answer, block, seed)
                 decoded = decode(tiny_target(family, path), prompt, method, 24, TickingClock(), drafter)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_mini_lab.crossings import Crossings
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan, stock_plan
@@ -47,7 +48,8 @@ class BlockDraft:
             scores, rows = self._logits.max(dim=-1, keepdim=True)
         else:
             scores, rows = self._logits.topk(min(k, self._logits.shape[-1]), dim=-1)
-        columns, values = rows.cpu().numpy(), scores.float().cpu().numpy()
+        crossings = self._drafter.crossings
+        columns, values = crossings.array(rows), crossings.array(scores.float())
         if k > 1:  # topk leaves the order of equal scores open; max takes the lower column, and so does a search on the host
             order = np.lexsort((columns, -values))
             columns, values = np.take_along_axis(columns, order, 1), np.take_along_axis(values, order, 1)
@@ -55,7 +57,7 @@ class BlockDraft:
 
     @torch.inference_mode()
     def logits(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._logits.float().cpu().numpy(), self._drafter.draft_ids
+        return self._drafter.crossings.array(self._logits.float()), self._drafter.draft_ids
 
 
 class BlockDrafter:
@@ -70,12 +72,13 @@ class BlockDrafter:
         max_positions: int,
         measure: bool = True,
         known_plans: Sequence[LinearPlan] = (),
+        crossings: Crossings | None = None,
     ) -> None:
         """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products; `known_plans`: the
-        target's, which serve the shapes that both have."""
+        target's, which serve the shapes that both have; `crossings`: the target's, where what crosses is counted together."""
         _check_fit(config, embedding)
         dtype, device = embedding.dtype, embedding.device
-        self.config, self.embedding = config, embedding
+        self.config, self.embedding, self.crossings = config, embedding, crossings or Crossings()
         self.taps, self.block_size = config.taps, config.block_size
         tensors = {name: t.to(device) if name == DRAFT_TO_TARGET else t.to(device, dtype) for name, t in tensors.items()}
         draft_to_target = tensors.get(DRAFT_TO_TARGET)
