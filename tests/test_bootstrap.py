@@ -173,7 +173,7 @@ def test_without_a_network_the_run_ends_in_one_sentence_and_the_next_one_repairs
     assert (status, out.count("RUN")) == (2, 0)
     assert [line for line in err.splitlines() if line.startswith("error: ")] == [err.splitlines()[-1]]
     assert "index cannot be reached" in err.splitlines()[-1]
-    assert "PyTorch's CPU index (http://127.0.0.1:1/cpu) cannot be reached" in err
+    assert "PyTorch's own index (http://127.0.0.1:1/cpu) cannot be reached" in err
     status, out, err = finish(start(folder, variables(index), "0"))
     assert (status, out.count("RUN")) == (0, 1), err
     assert "making it anew" in err
@@ -420,10 +420,11 @@ def test_an_unreachable_or_failing_index_leaves_torch_to_the_default(monkeypatch
     calls = Calls()
     said = installed_with(monkeypatch, calls, uv=None, reached=False)
     assert len(calls.commands) == 1
-    assert "cannot be reached" in said[-1]
+    assert "cannot be reached" in said[-2]
     failing = Calls("--index-url")
     said = installed_with(monkeypatch, failing, uv=None, reached=True)
-    assert "trying the default index" in said[-1]
+    assert "could not be installed" in said[-2]
+    assert "from the default index" in said[-1]
     assert "-r" in failing.commands[-1]
 
 

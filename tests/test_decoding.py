@@ -15,7 +15,7 @@ DRAFTERS = ("right", "wrong", "random")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_method_answers_as_plain_greedy_decoding_does(family: str, kind: str, method) -> None:
-    for seed, path in enumerate(("lean", "library")):
+    for seed, path in enumerate(("lean", "static", "library")):
         prompt = random_ids(5 + seed, seed)
         answer = plain_greedy(family, prompt, 24)
         for block in (2, 5, 8):

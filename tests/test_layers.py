@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "dflash_mini_lab"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "settings", "files", "bootstrap_install"),
-    ("scores", "paths", "artifacts", "catalog", "norms", "packed_linear", "rotary", "benchmark_file", "prompts", "bootstrap"),
+    ("scores", "paths", "artifacts", "catalog", "norms", "packed_linear", "rotary", "crossings", "benchmark_file", "prompts",
+     "bootstrap", "bootstrap_gpu"),
     ("targets", "drafters", "methods"),
     ("decoding", "measurement"),
     ("exactness",),
@@ -71,7 +72,7 @@ def test_the_check_sees_an_upward_or_sideways_import(unit: str, line: str) -> No
 
 
 def test_the_bootstrap_needs_the_standard_library_only() -> None:
-    for name in ("bootstrap.py", "bootstrap_install.py"):
+    for name in ("bootstrap.py", "bootstrap_install.py", "bootstrap_gpu.py"):
         for node in ast.walk(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))):
             for module in imported(node, PACKAGE / name):
                 own = module.startswith("dflash_mini_lab.bootstrap_install.")

@@ -15,7 +15,7 @@ def expected_rows(family: str, ids: list[int], rows: int) -> list[int]:
     return tiny_model(family)(torch.tensor([ids])).logits[0, -rows:].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("path", ["lean", "library"])
+@pytest.mark.parametrize("path", ["lean", "static", "library"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_every_rejection_point_at_every_block_size_equals_a_fresh_prefill(family: str, path: str) -> None:
@@ -38,7 +38,7 @@ def test_every_rejection_point_at_every_block_size_equals_a_fresh_prefill(family
                 torch.testing.assert_close(taken, features_of(family, committed)[len(committed) - kept :], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("path", ["lean", "library"])
+@pytest.mark.parametrize("path", ["lean", "static", "library"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_single_row_path_equals_the_verify_path(family: str, path: str) -> None:
     prompt = random_ids(7, seed=1)
@@ -57,7 +57,7 @@ def test_the_library_path_refuses_to_verify_on_a_session_that_records_nothing() 
         session.verify([4, 5])
 
 
-@pytest.mark.parametrize("path", ["lean", "library"])
+@pytest.mark.parametrize("path", ["lean", "static", "library"])
 @pytest.mark.parametrize("rows", [-1, 4])
 def test_keeping_rows_that_the_call_did_not_have_is_refused(path: str, rows: int) -> None:
     session = tiny_target("llama", path).start(random_ids(5, 0), 20, TAPS)

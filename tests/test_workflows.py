@@ -6,26 +6,22 @@ What only GitHub or Docker can tell is not tested here.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.commands import ROOT, mistakes, python_commands
 
-from dflash_mini_lab.cli import build_parser
-from dflash_mini_lab.settings import CANONICAL_TARGET, OPTIONS, from_environment
+from dflash_mini_lab.settings import CANONICAL_TARGET, CPU, GPU, Runner
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
-SERVICE = COMPOSE["services"]["test-cpu"]
-DOCKERFILE = (ROOT / "Dockerfile.cpu").read_text(encoding="utf-8")
-GUIDE = (ROOT / "docs" / "cpu.md").read_text(encoding="utf-8")
 
 WRITES = {
     ("evidence.yml", "publish"): {"pages": "write", "id-token": "write"},
@@ -53,38 +49,6 @@ def scripts(path: Path) -> Iterator[tuple[str, str]]:
         for step in job["steps"]:
             if "run" in step:
                 yield name, step["run"]
-
-
-def python_commands(text: str) -> list[list[str]]:
-    """The words behind `python` of each command in `text`, lines and `&&` apart; those of `python -m` are left out."""
-    found = []
-    for line in re.split(r"\n|&&|;", text.replace("\\\n", " ")):
-        match = re.search(r"(?:^|\s|[/\\])python (?!-m )(.*)", line)
-        if match:
-            found.append(shlex.split(match[1].split("#")[0]))
-    return found
-
-
-def mistakes(words: list[str]) -> list[str]:
-    """Why the repository has no such command: the file, or a flag of it."""
-    script, *arguments = words
-    if not (ROOT / script).is_file():
-        return [f"there is no {script}"]
-    if script != "run_cpu.py":
-        source = (ROOT / script).read_text(encoding="utf-8")
-        return [f"{script} has no {word}" for word in arguments if word.startswith("--") and f'"{word}"' not in source]
-    parser = build_parser()
-    parser.error = refuse  # type: ignore[method-assign]
-    example = [re.sub(r"^\$.*MINUTES$", "60", word) for word in arguments]
-    try:
-        from_environment(vars(parser.parse_args(example)))
-    except ValueError as error:
-        return [f"{' '.join(words)}: {error}"]
-    return []
-
-
-def refuse(message: str) -> Any:
-    raise ValueError(message)
 
 
 # Workflows.
@@ -196,56 +160,97 @@ def test_the_security_linter_finds_nothing() -> None:
 # Containers.
 
 
-def passed_variables(service: dict[str, Any]) -> set[str]:
-    return set(service["environment"])
+@dataclass(frozen=True)
+class Container:
+    """One of the two, with everything that describes it."""
+
+    kind: str
+    runner: Runner
+
+    @property
+    def service(self) -> dict[str, Any]:
+        return COMPOSE["services"][f"test-{self.kind}"]
+
+    @property
+    def dockerfile(self) -> str:
+        return (ROOT / f"Dockerfile.{self.kind}").read_text(encoding="utf-8")
+
+    @property
+    def guide(self) -> str:
+        return (ROOT / "docs" / f"{self.kind}.md").read_text(encoding="utf-8")
 
 
-def test_every_variable_of_the_lab_reaches_the_container() -> None:
-    wanted = {option.variable for option in OPTIONS if option.variable}
+each_container = pytest.mark.parametrize("container", [Container("cpu", CPU), Container("gpu", GPU)], ids=lambda one: one.kind)
+
+
+@each_container
+def test_every_variable_of_the_lab_reaches_the_container(container: Container) -> None:
+    wanted = {option.variable for option in container.runner.options if option.variable}
     wanted |= {"DFLASH_LAB_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN"}
-    assert passed_variables(SERVICE) == wanted
+    assert set(container.service["environment"]) == wanted
     for name in wanted:
-        assert f"`{name}`" in GUIDE, name
+        assert f"`{name}`" in container.guide, name
 
 
-def test_the_containers_command_is_the_canonical_study() -> None:
-    words = [word.replace("${DFLASH_TARGET:-", "").rstrip("}") for word in SERVICE["command"]]
-    assert words == ["python", "run_cpu.py", "--no-bootstrap", "--target", CANONICAL_TARGET]
+@each_container
+def test_the_containers_command_is_the_canonical_study(container: Container) -> None:
+    words = [word.replace("${DFLASH_TARGET:-", "").rstrip("}") for word in container.service["command"]]
+    assert words == ["python", container.runner.script, "--no-bootstrap", "--target", CANONICAL_TARGET]
     assert mistakes(words[1:]) == []
-    assert f"CMD {words}".replace("'", '"') in DOCKERFILE
+    assert f"CMD {words}".replace("'", '"') in container.dockerfile
 
 
-def test_the_container_runs_as_the_caller_with_nothing_to_gain() -> None:
-    assert SERVICE["profiles"] == ["cpu"]
-    assert SERVICE["user"] == "${UID:-1000}:${GID:-1000}"
-    assert SERVICE["cap_drop"] == ["ALL"]
-    assert not {"privileged", "cap_add", "ports", "network_mode"} & set(SERVICE)
+@each_container
+def test_the_container_runs_as_the_caller_with_nothing_to_gain(container: Container) -> None:
+    service = container.service
+    assert service["profiles"] == [container.kind]
+    assert service["image"] == f"dflash-mini-lab:{container.kind}"
+    assert service["build"]["dockerfile"] == f"Dockerfile.{container.kind}"
+    assert service["user"] == "${UID:-1000}:${GID:-1000}"
+    assert service["cap_drop"] == ["ALL"]
+    assert not {"privileged", "cap_add", "ports", "network_mode"} & set(service)
 
 
-def test_what_is_mounted_exists_in_every_clone_and_is_never_made_by_docker() -> None:
+def test_only_the_gpu_s_container_reserves_a_device() -> None:
+    devices = COMPOSE["services"]["test-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+    assert "deploy" not in COMPOSE["services"]["test-cpu"]
+
+
+@each_container
+def test_what_is_mounted_exists_in_every_clone_and_is_never_made_by_docker(container: Container) -> None:
     git = shutil.which("git")
     tracked = subprocess.run([git, "-C", str(ROOT), "ls-files"], capture_output=True, encoding="utf-8").stdout if git else ""
-    for volume in SERVICE["volumes"]:
+    assert len(container.service["volumes"]) == 3
+    for volume in container.service["volumes"]:
         folder = volume["target"].removeprefix("/lab/")
         assert re.fullmatch(rf"(\$\{{\w+:-)?\./{folder}\}}?", volume["source"])
         assert volume["bind"] == {"create_host_path": False}
         assert (ROOT / folder / ".gitignore").is_file()
         assert not tracked or f"{folder}/.gitignore" in tracked.splitlines()
-        assert f"`{folder}/`" in GUIDE
-    assert {"/lab/cpu-artifacts", "/lab/hf-cache"} <= {str(value) for value in SERVICE["environment"].values()}
+        assert f"`{folder}/`" in container.guide
+        assert folder in container.dockerfile
+    inside = {str(value) for value in container.service["environment"].values()}
+    assert {f"/lab/{container.kind}-artifacts", "/lab/hf-cache"} <= inside
 
 
-def test_the_image_is_pinned_unprivileged_and_keeps_its_layers_when_code_changes() -> None:
-    bases = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
-    stages = re.findall(r"^FROM \S+ AS (\S+)", DOCKERFILE, re.MULTILINE)
+@each_container
+def test_the_image_is_pinned_unprivileged_and_keeps_its_layers_when_code_changes(container: Container) -> None:
+    dockerfile = container.dockerfile
+    bases = re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
+    stages = re.findall(r"^FROM \S+ AS (\S+)", dockerfile, re.MULTILINE)
     assert all(re.search(r"@sha256:[0-9a-f]{64}$", base) for base in bases if base not in stages)
-    assert "imagetools inspect" in DOCKERFILE
-    users = re.findall(r"^USER (\S+)", DOCKERFILE, re.MULTILINE)
+    assert "imagetools inspect" in dockerfile
+    users = re.findall(r"^USER (\S+)", dockerfile, re.MULTILINE)
     assert users[-1:] == ["1000:1000"]
-    slow, code = DOCKERFILE.index("pip install -r"), DOCKERFILE.index("COPY . .")
+    slow, code = dockerfile.index("pip install -r"), dockerfile.index("COPY . .")
     assert slow < code
-    assert "apt-get" not in DOCKERFILE
-    assert DOCKERFILE.index("--index-url") < slow
+    assert "apt-get" not in dockerfile
+    assert dockerfile.index("--index-url") < slow
+    installed = re.findall(r"/tmp/(requirements-\S+\.txt)", dockerfile[slow:])
+    assert installed == ["requirements-cpu.txt", "requirements-gpu.txt"][: 1 + (container.kind == "gpu")]
+    index = container.service["build"]["args"]["DFLASH_TORCH_INDEX"].removeprefix("${DFLASH_TORCH_INDEX-").rstrip("}")
+    assert f"ARG DFLASH_TORCH_INDEX={index}\n" in dockerfile
 
 
 def test_only_what_a_run_needs_enters_the_image() -> None:
@@ -254,27 +259,11 @@ def test_only_what_a_run_needs_enters_the_image() -> None:
     assert rules[0] == "*"
     assert {line[1:] for line in rules if line.startswith("!")} == {
         "requirements-cpu.txt",
+        "requirements-gpu.txt",
         "run_cpu.py",
+        "run_gpu.py",
         "src",
         "benchmarks",
         "artifacts",
         "LICENSE",
     }
-
-
-# Words.
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    return re.findall(r"```(sh|powershell)\n(.*?)```", text, re.DOTALL)
-
-
-def test_the_commands_of_the_guide_exist_in_both_shells() -> None:
-    found = [words for _, text in blocks(GUIDE) for words in python_commands(text)]
-    assert len(found) >= 5
-    for words in found:
-        assert mistakes(words) == []
-    assert {shell for shell, _ in blocks(GUIDE)} == {"sh", "powershell"}
-    for _, text in blocks(GUIDE):
-        for service in re.findall(r"run --rm (\S+)", text):
-            assert service in COMPOSE["services"]

@@ -10,6 +10,7 @@ import torch
 from tests.tables import random_heads
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
+from dflash_mini_lab.targets.captured_target import CapturedTarget
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryTarget
@@ -63,10 +64,12 @@ def _norm(module, x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def tiny_target(family: str, path: str, stop_ids: frozenset[int] = frozenset()):
-    """`path`: `lean` or `library`. float64, so that two orders of summation cannot choose two tokens."""
+    """`path`: `lean`, `static` (the eager twin of captured steps) or `library`. float64, so that two orders of summation cannot
+    choose two tokens."""
     model = tiny_model(family)
-    if path == "lean":
-        return LeanTarget(build_lean_decoder(model, POSITIONS, measure=False), stop_ids, VOCABULARY)
+    if path in ("lean", "static"):
+        kind = LeanTarget if path == "lean" else CapturedTarget
+        return kind(build_lean_decoder(model, POSITIONS, measure=False), stop_ids, VOCABULARY)
     return LibraryTarget(model, stop_ids, VOCABULARY, measure=False)
 
 

@@ -37,14 +37,16 @@ PIN = re.compile(
 
 @dataclass(frozen=True)
 class Environment:
-    """`.venv` of the clone at `root`, for the requirement files of one runner."""
+    """`.venv` (or `.venv-gpu`) of the clone at `root`, for the requirement files of one runner."""
 
     root: Path
     requirements: tuple[Path, ...]
+    cuda: bool = False
+    """Asks for a PyTorch that is built for CUDA, in a folder of its own: a CPU build meets the same pin."""
 
     @property
     def folder(self) -> Path:
-        return self.root / ".venv"
+        return self.root / (".venv-gpu" if self.cuda else ".venv")
 
     @property
     def python(self) -> Path:
@@ -64,16 +66,19 @@ def launch(
     requirements: Sequence[str],
     run: Callable[[list[str]], int],
     argv: Sequence[str] | None = None,
-    torch_index: str = TORCH_INDEX,
+    torch_index: str | Callable[[], str] = TORCH_INDEX,
+    cuda: bool = False,
 ) -> int:
     """Call `run(argv)` where the pinned requirements are met, making that place first if need be; returns the exit status.
 
     That place is this interpreter if it meets them or `--no-bootstrap` is given, else `.venv` beside `runner`, in which the
-    runner is started again. `DFLASH_TORCH_INDEX` replaces `torch_index`; empty, it leaves torch to the default index.
+    runner is started again. `torch_index`: addresses separated by blanks, or a function that finds them (and may raise
+    BootstrapError) when they are needed. `DFLASH_TORCH_INDEX` replaces them; empty, it leaves torch to the default index.
+    `cuda`: a PyTorch with CUDA, in `.venv-gpu`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     root = Path(runner).resolve().parent
-    environment = Environment(root, tuple(root / name for name in requirements))
+    environment = Environment(root, tuple(root / name for name in requirements), cuda)
     try:
         if "--no-bootstrap" in arguments:
             require(environment)
@@ -82,18 +87,23 @@ def launch(
             if os.environ.get(GUARD) == str(environment.folder) or is_ready(environment):
                 return run(arguments)
             return restart(sys._base_executable, runner, arguments, environment)  # type: ignore[attr-defined]
-        if not unmet(pins(environment.requirements)):
+        if not lacking(environment):
             return run(arguments)
         if not is_ready(environment):
             with locked(environment.root / ".venv.lock"):
                 if not is_ready(environment):  # another run may have made it while this one waited
-                    make(environment, os.environ.get("DFLASH_TORCH_INDEX", torch_index))
+                    make(environment, chosen_index(torch_index))
         return restart(str(environment.python), runner, arguments, environment)
     except BootstrapError as error:
         return fail(str(error))
     except KeyboardInterrupt:
         say("Interrupted.")
         return 130
+
+
+def chosen_index(torch_index: str | Callable[[], str]) -> str:
+    found = torch_index if isinstance(torch_index, str) else torch_index()
+    return os.environ.get("DFLASH_TORCH_INDEX", found)
 
 
 def say(line: str) -> None:
@@ -138,6 +148,27 @@ def installed(name: str, path: list[str] | None) -> str | None:
     return None
 
 
+def lacking(environment: Environment, path: list[str] | None = None) -> list[str]:
+    """What `path` (default: this interpreter's) lacks of the environment's pins, and of CUDA where that is asked for."""
+    wanted = pins(environment.requirements)
+    found = unmet(wanted, path)
+    if environment.cuda and not found and not has_cuda(full_version("torch", path)):
+        found.append(f"torch=={wanted['torch']} built for CUDA")
+    return found
+
+
+def full_version(name: str, path: list[str] | None) -> str:
+    for distribution in importlib.metadata.distributions(name=name, path=sys.path if path is None else path):
+        return distribution.version or ""
+    return ""
+
+
+def has_cuda(version: str, platform: str = sys.platform) -> bool:
+    """Whether the torch distribution of this version is built for CUDA: `+cu130`, or PyPI's own, which is one on Linux only."""
+    _, _, build = version.partition("+")
+    return build.startswith("cu") if build else platform == "linux"
+
+
 def require(environment: Environment) -> None:
     """`--no-bootstrap`: other versions are the user's choice, missing packages cannot work."""
     wanted = pins(environment.requirements)
@@ -175,7 +206,7 @@ def is_ready(environment: Environment) -> bool:
             return False
         if {name: stamp.get("requirements", {}).get(name) for name in asked} != asked:
             return False
-    return not unmet(pins(environment.requirements), environment.site_packages)
+    return not lacking(environment, environment.site_packages)
 
 
 def made_by_this_python(environment: Environment, stamp: dict) -> bool:
@@ -219,7 +250,7 @@ def make(environment: Environment, torch_index: str) -> None:
     try:
         if environment.folder.exists():
             if stamp is None and any(environment.folder.iterdir()):
-                lacks = ", ".join(unmet(pins(environment.requirements), environment.site_packages))
+                lacks = ", ".join(lacking(environment, environment.site_packages))
                 raise BootstrapError(
                     f"{environment.folder} was not made by the lab and lacks {lacks}; "
                     "move it away, or activate it, install the requirements and pass --no-bootstrap."
@@ -234,7 +265,7 @@ def make(environment: Environment, torch_index: str) -> None:
         if not environment.python.exists():
             create(environment.folder, environment.python, say)
         install(environment.python, environment.requirements, pins(environment.requirements), torch_index, say)
-        still = unmet(pins(environment.requirements), environment.site_packages)
+        still = lacking(environment, environment.site_packages)
         if still:
             raise BootstrapError(f"the installer ended well, yet {environment.folder} lacks {', '.join(still)}.")
         kept = {
@@ -256,7 +287,8 @@ def explain_os_error(error: OSError, environment: Environment) -> str:
     where = error.filename or environment.folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         shutil.rmtree(environment.folder, ignore_errors=True)
-        return f"the disk is full at {where}; the unfinished .venv was removed: free about 2 GB and run again."
+        name, space = environment.folder.name, 8 if environment.cuda else 2
+        return f"the disk is full at {where}; the unfinished {name} was removed: free about {space} GB and run again."
     return f"cannot make the environment: {error.strerror or error} ({where}); {WITHOUT}."
 
 

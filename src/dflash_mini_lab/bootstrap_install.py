@@ -77,7 +77,8 @@ def create(folder: Path, python: Path, say: Say) -> None:
 
 
 def install(python: Path, files: Sequence[Path], pins: Mapping[str, str], torch_index: str, say: Say) -> None:
-    """Install the requirement files into `python`'s environment: torch from `torch_index` first, if that can be reached.
+    """Install the requirement files into `python`'s environment: torch first, from the first of the addresses in `torch_index`
+    (separated by blanks) that can be reached and has it.
 
     Raises BootstrapError. Whatever an installer prints as progress goes to the terminal.
     """
@@ -90,12 +91,16 @@ def install(python: Path, files: Sequence[Path], pins: Mapping[str, str], torch_
             say("note: pip is configured here in a way that uv does not know; installing with pip.")
         else:
             installers.insert(0, [uv, "pip", "install", "--python", str(python), *flags])
-    if "torch" in pins and torch_index:
-        torch = ["--no-deps", f"torch=={pins['torch']}"]
-        if not reachable(torch_index):
-            say(f"PyTorch's CPU index ({torch_index}) cannot be reached: torch comes from the default index.")
-        elif attempt([[*installer, index_flag(installer), torch_index, *torch] for installer in installers], say) is not None:
-            say("note: torch could not be installed from PyTorch's CPU index; trying the default index.")
+    for index in torch_index.split() if "torch" in pins else ():
+        torch = [index, "--no-deps", f"torch=={pins['torch']}"]
+        if not reachable(index):
+            say(f"PyTorch's own index ({index}) cannot be reached.")
+        elif attempt([[*installer, index_flag(installer), *torch] for installer in installers], say) is None:
+            break
+        else:
+            say(f"note: torch could not be installed from PyTorch's own index ({index}).")
+    else:
+        say("torch comes from the default index.")
     wanted = [part for file in files for part in ("-r", str(file))]
     log = attempt([[*installer, *wanted] for installer in installers], say)
     if log is not None:
@@ -239,7 +244,7 @@ def explain(log: str, folder: Path) -> str | None:
     if re.search(r"No space left on device|[Ee]rrno 28|os error 28|Disk quota exceeded|not enough space on the disk", log):
         shutil.rmtree(folder, ignore_errors=True)
         return (
-            f"the disk became full while installing; the unfinished {folder} was removed: free about 2 GB "
+            f"the disk became full while installing; the unfinished {folder} was removed: free about 2 GB (with CUDA 8 GB) "
             "(the temporary folder counts too) and run again."
         )
     if re.search(r"CERTIFICATE_VERIFY_FAILED|SSLError|invalid peer certificate", log):

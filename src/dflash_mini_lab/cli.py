@@ -15,17 +15,19 @@ from dflash_mini_lab import __version__
 from dflash_mini_lab.settings import (
     AXES,
     CANONICAL_TARGET,
+    CPU,
     DEFAULT_TARGET,
-    OPTIONS,
+    GPU,
     CompareSettings,
     Option,
+    Runner,
     Settings,
     defaults,
     from_environment,
     resolve_comparison,
 )
 
-EPILOG = f"""examples:
+EPILOG = f"""examples (run_cpu.py measures on the CPU, run_gpu.py on a CUDA GPU):
   python run_cpu.py                                the default study: {DEFAULT_TARGET}, PyPI is all it needs
   python run_cpu.py --smoke                        the same in miniature
   python run_cpu.py --target {CANONICAL_TARGET}           the canonical study
@@ -36,7 +38,7 @@ EPILOG = f"""examples:
 
 environment:
   DFLASH_LAB_CACHE        folder for models and prepared drafters (default: in your cache folder)
-  DFLASH_TORCH_INDEX      index for PyTorch's CPU build; empty: the default index
+  DFLASH_TORCH_INDEX      index that PyTorch is taken from; empty: the default index
   HF_HOME, HF_HUB_OFFLINE and the other variables of huggingface_hub work as usual;
   so does pip's configuration. A flag beats its variable.
 
@@ -52,18 +54,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message.rstrip('.')}. (--help lists all options.)\n")
 
 
-def build_parser() -> Parser:
+def build_parser(runner: Runner = CPU) -> Parser:
     parser = Parser(
-        prog="run_cpu.py",
+        prog=runner.script,
         description="Is speculative decoding worth it for this model on this machine? With proof that the output is unchanged.",
-        epilog=EPILOG,
+        epilog=EPILOG.replace("python run_cpu.py", f"python {runner.script}"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"DFlash Mini Lab {__version__}")
-    known_defaults = defaults()
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(option.group for option in OPTIONS)}
-    for option in OPTIONS:
+    known_defaults = defaults(runner)
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(option.group for option in runner.options)}
+    for option in runner.options:
         text = describe(option, known_defaults[option.field])
         if option.parse is None:
             groups[option.group].add_argument(option.flag, action="store_true", help=text)
@@ -83,18 +85,19 @@ or the name of a setting, such as tokens or verify-width. With prompts, those th
 exit status: 0 well; 2 refused, or a file that cannot be read"""
 
 
-def build_compare_parser() -> Parser:
+def build_compare_parser(runner: Runner = CPU) -> Parser:
     parser = Parser(
-        prog=f"run_cpu.py {COMPARE}",
+        prog=f"{runner.script} {COMPARE}",
         description="Per method, run A's decode time per token over run B's, with its interval; or the fields that forbid it.",
-        epilog=COMPARE_EPILOG,
+        epilog=COMPARE_EPILOG.replace("run_cpu.py", runner.script),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("A.json", help="benchmark.json of a run")
     parser.add_argument("B.json", help="benchmark.json of another")
     parser.add_argument("--across", metavar="LIST", help="what the two runs differ in on purpose")
-    parser.add_argument("--output-dir", metavar="FOLDER", help=f"folder for compare.html (default {Settings.output_dir})")
+    place = defaults(runner)["output_dir"]
+    parser.add_argument("--output-dir", metavar="FOLDER", help=f"folder for compare.html (default {place})")
     parser.add_argument("--no-bootstrap", action="store_true", help="use this Python as it is; make no .venv")
     return parser
 
@@ -107,25 +110,31 @@ def describe(option: Option, default: object) -> str:
     return text.replace("%", "%%")
 
 
-def parse(argv: Sequence[str]) -> Settings | CompareSettings:
+def parse(argv: Sequence[str], runner: Runner = CPU) -> Settings | CompareSettings:
     """Settings from `argv` and the environment. A mistake ends the process: one line on stderr, exit status 2."""
     make_printable()
     comparing = list(argv[:1]) == [COMPARE]
-    parser = build_compare_parser() if comparing else build_parser()
+    parser = build_compare_parser(runner) if comparing else build_parser(runner)
     given = vars(parser.parse_args(argv[1:] if comparing else argv))
     try:
-        return resolve_comparison(given) if comparing else from_environment(given)
+        return resolve_comparison(given, runner) if comparing else from_environment(given, runner)
     except ValueError as error:
         parser.error(str(error))
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], runner: Runner = CPU) -> int:
     """Run the command that `argv` asks for; returns the exit status."""
-    settings = parse(argv)
+    settings = parse(argv, runner)
     return with_exit_status(lambda: compare(settings) if isinstance(settings, CompareSettings) else run(settings, argv))
 
 
 def run(settings: Settings, argv: Sequence[str]) -> int:
+    if settings.device != "cpu":
+        from dflash_mini_lab.measurement.gpu import check
+
+        check(say, settings.dtype)
+    if settings.check_only:
+        return 0
     announce(settings)
     if settings.download_only:
         return download(settings)
@@ -195,7 +204,8 @@ def announce(settings: Settings) -> None:
     entry = resolve(settings.target)
     say(f"DFlash Mini Lab {__version__}. Target: {entry.name} ({entry.source}, licence: {entry.license or 'see its card'}).")
     if entry.name != CANONICAL_TARGET:
-        say(f"The canonical study is: python run_cpu.py --target {CANONICAL_TARGET}")
+        script = (CPU if settings.device == "cpu" else GPU).script
+        say(f"The canonical study is: python {script} --target {CANONICAL_TARGET}")
 
 
 def with_exit_status(command: Callable[[], int]) -> int:

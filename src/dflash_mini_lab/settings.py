@@ -58,6 +58,9 @@ class Settings:
     cpu_threads: int | None = None
     """None: one per physical core that this process may use."""
     dtype: str = "float32"
+    device: str = "cpu"
+    """`cpu` or `cuda`: the runner's, not the user's."""
+    check_only: bool = False
     resume: bool = False
     output_dir: Path = Path("cpu-reports")
     no_bootstrap: bool = False
@@ -243,7 +246,36 @@ OPTIONS = (
 )
 
 
-def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str]) -> Settings:
+@dataclass(frozen=True)
+class Runner:
+    """One of the two commands: its options, and the settings in which it starts out differently."""
+
+    script: str
+    options: tuple[Option, ...]
+    start: Mapping[str, Any]
+
+
+def on_gpu(option: Option) -> Option:
+    """The GPU runner's: `GPU_TOKENS` for `CPU_TOKENS`; threads stay the processor's."""
+    if option.flag == "--dtype":
+        return replace(option, variable="LFM_GPU_DTYPE")
+    if option.variable and option.variable.startswith("CPU_") and option.variable != "CPU_THREADS":
+        return replace(option, variable=option.variable.replace("CPU_", "GPU_", 1))
+    return option
+
+
+CPU = Runner("run_cpu.py", OPTIONS, {})
+GPU = Runner(
+    "run_gpu.py",
+    (
+        *map(on_gpu, OPTIONS),
+        Option("--check-only", "say which GPU and CUDA are here, check one product on them, and stop", MACHINE),
+    ),
+    {"device": "cuda", "dtype": "float16", "output_dir": Path("gpu-reports")},
+)
+
+
+def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str], runner: Runner = CPU) -> Settings:
     """Settings from the words on the command line (by field name; None or False: not given) and the environment.
 
     A flag beats `--smoke`, which beats a variable, which beats the default. An empty variable counts as unset.
@@ -251,26 +283,27 @@ def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str]) 
     """
     from_variables = {
         option.field: convert(option, environ[option.variable], option.variable)
-        for option in OPTIONS
+        for option in runner.options
         if option.variable and environ.get(option.variable, "").strip() and given.get(option.field) is None
     }
     from_flags = {
         option.field: True if option.parse is None else convert(option, str(given[option.field]), option.flag)
-        for option in OPTIONS
+        for option in runner.options
         if given.get(option.field) not in (None, False)
     }
     smoke = SMOKE if from_flags.get("smoke") else {}
-    settings = Settings(**{**from_variables, **smoke, **from_flags})
+    settings = Settings(**{**runner.start, **from_variables, **smoke, **from_flags})
     refuse_contradictions(settings)
     return replace(settings, cache=cache_folder(environ))
 
 
-def resolve_comparison(given: Mapping[str, Any]) -> CompareSettings:
+def resolve_comparison(given: Mapping[str, Any], runner: Runner = CPU) -> CompareSettings:
     """The words of `compare`'s command line as settings. Raises ValueError, one line that names the bad one."""
     one, other = (convert(Option(name, "", "", existing_file), given[name], name) for name in ("A.json", "B.json"))
     across, output = given["across"], given["output_dir"]
     meant = () if across is None else convert(Option("--across", "", "", words), across, "--across")
-    where = Settings.output_dir if output is None else convert(Option("--output-dir", "", "", folder), output, "--output-dir")
+    usual = defaults(runner)["output_dir"]
+    where = usual if output is None else convert(Option("--output-dir", "", "", folder), output, "--output-dir")
     return CompareSettings(one, other, tuple(word.replace("_", "-") for word in meant), where)
 
 
@@ -283,6 +316,8 @@ def convert(option: Option, text: str, name: str) -> Any:
 
 
 def refuse_contradictions(settings: Settings) -> None:
+    if settings.prepare and settings.device != "cpu":
+        raise ValueError("--prepare: drafters are trained on a CPU; python run_cpu.py --prepare does, and run_gpu.py finds them.")
     if settings.prepare and settings.download_only:
         raise ValueError("--prepare and --download-only exclude each other.")
     if settings.tune and not settings.calibration_prompt_limit:
@@ -306,11 +341,11 @@ def cache_folder(environ: Mapping[str, str], platform: str = sys.platform) -> Pa
     return parent / "dflash-mini-lab"
 
 
-def defaults() -> dict[str, Any]:
+def defaults(runner: Runner = CPU) -> dict[str, Any]:
     """Field → default, for the help text."""
-    return {field.name: field.default for field in fields(Settings)}
+    return {field.name: field.default for field in fields(Settings)} | dict(runner.start)
 
 
-def from_environment(given: Mapping[str, str | bool | None]) -> Settings:
+def from_environment(given: Mapping[str, str | bool | None], runner: Runner = CPU) -> Settings:
     """`resolve` with this process's environment."""
-    return resolve(given, os.environ)
+    return resolve(given, os.environ, runner)

@@ -1,10 +1,10 @@
 """The arms of a run: method 00 twice, the other methods, the peers; and how one of them answers one prompt."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_mini_lab.benchmark import peers
 from dflash_mini_lab.benchmark.engine import Engine
@@ -13,6 +13,10 @@ from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.measurement.step_log import columns
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.types import Clock, Method
+
+if TYPE_CHECKING:  # a comparison of two files needs no torch
+    from dflash_mini_lab.crossings import Crossings
+    from dflash_mini_lab.measurement.energy import Energy
 
 
 @dataclass(frozen=True)
@@ -100,3 +104,18 @@ def answer(engine: Engine, stock: Any, arm: Arm, prompt_ids: Sequence[int], budg
         "decode_seconds": decoded.decode_seconds,
         "steps": columns(decoded),
     }
+
+
+def metered(run: Callable[[], dict[str, Any]], crossings: Crossings | None, energy: Energy | None) -> dict[str, Any]:
+    """`run()`, an `answer`, with what crossed between host and device and with its joules, each where it is measured.
+
+    Both are of the whole answer, prefill included, and are read outside its times.
+    """
+    crossed = crossings.as_json() if crossings else None
+    joules = energy.read() if energy else None
+    entry = run()
+    if energy and joules is not None and (now := energy.read()) is not None:
+        entry["joules"] = now - joules
+    if crossings and crossed is not None and entry["steps"] is not None:  # a peer's crossings are the library's own
+        entry["crossings"] = crossings.since(crossed)
+    return entry

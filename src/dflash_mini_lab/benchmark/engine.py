@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_mini_lab.exactness import LogitsOf
 from dflash_mini_lab.types import Drafter, Heads, Target
 
 NO_HEADS = Heads()
+
+if TYPE_CHECKING:  # a comparison of two files needs no torch
+    from dflash_mini_lab.crossings import Crossings
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,10 @@ class Engine:
     path_logits: Callable[[Sequence[int]], LogitsOf]
     linear_plans: list[dict[str, Any]]
     padded_rows: dict[str, int]
+    decode: dict[str, Any] | None = None
+    """How decode steps run: the `decode` of benchmark.json's `execution`."""
+    crossings: Crossings | None = None
+    """What went between host and device so far, target and drafter together."""
 
 
 @dataclass(frozen=True)

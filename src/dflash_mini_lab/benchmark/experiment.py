@@ -10,14 +10,14 @@ from dflash_mini_lab.settings import AXES
 from dflash_mini_lab.types import UserError
 
 TARGET_FACTS = ("name", "weights_sha256", "weights_bytes", "dtype", "device", "path", "prompt_format", "chat_template_sha256")
-MACHINE_FACTS = ("cpu", "isa", "cores", "threads", "gpu", "python", "torch", "transformers", "blas")
+MACHINE_FACTS = ("cpu", "isa", "cores", "threads", "gpu", "python", "torch", "transformers", "blas", "driver", "cuda")
 AXIS_OF = {
     "lab_version": "lab",
     "target.dtype": "dtype",
     "target.device": "device",
     "target.path": "path",
     "machine.threads": "threads",
-    **{f"machine.{name}": "software" for name in ("python", "torch", "transformers", "blas")},
+    **{f"machine.{name}": "software" for name in ("python", "torch", "transformers", "blas", "driver", "cuda")},
     "settings.dtype": "dtype",
     "settings.threads": "threads",
     "settings.prompt_limit": "prompts",

@@ -13,6 +13,7 @@ from typing import Any
 from dflash_mini_lab import artifacts
 from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.catalog import Entry, resolve
+from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.types import Heads, UserError
 
@@ -32,12 +33,22 @@ def load_model(settings: Settings, say: Say) -> Model:
     folder = None
     if settings.methods != ("00",):
         folder = artifacts.locate(settings, entry.name, say)
+        if folder is None and settings.device != "cpu":
+            raise UserError(
+                f"There is no drafter for {entry.name} yet, and drafters are trained on a CPU: run "
+                f"python run_cpu.py --target {settings.target} --prepare first, or --methods 00 to measure without one."
+            )
         if folder is None:
             say(f"There is no drafter for {entry.name} yet: training one first (--prepare-minutes N limits it).")
             from dflash_mini_lab.training.prepare import prepare
 
             folder = prepare(settings)
-    loaded = load_target(entry.name, where, settings.dtype, entry.prompt_format)
+    loaded = load_target(entry.name, where, settings.dtype, entry.prompt_format, settings.device)
+    facts = _target_facts(entry, where, settings, loaded.facts())
+    if settings.device != "cpu":
+        from dflash_mini_lab.measurement.gpu import require_memory
+
+        require_memory(entry.name, facts["parameters"], settings.dtype)
     manifest = artifacts.manifest_of(folder, entry.name) if folder else None
     checkpoint = _read_drafter(folder)
     heads = _read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
@@ -56,14 +67,18 @@ def load_model(settings: Settings, say: Say) -> Model:
         if checkpoint:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
-            drafter = BlockDrafter(*checkpoint, embedding, head, capacity, known_plans=target.plans, heads=heads)
+            drafter = BlockDrafter(
+                *checkpoint, embedding, head, capacity, known_plans=target.plans, heads=heads, crossings=target.crossings
+            )
+        block_size, taps = (drafter.block_size, drafter.taps) if drafter else (1, ())
+        decode = target.prepare_steps(range(1, max(block_size, SMALLEST_WIDEST) + 1), taps)
 
         def path_logits(prompt_ids: Any) -> Any:
             return lambda tokens: target.logits([*prompt_ids, *tokens])[len(prompt_ids) - 1 :].float().cpu().numpy()
 
         plans = [*target.plans, *(drafter.plans if drafter else [])]
         padded = {str(rows): run for rows, run in target.padded_rows.items()}
-        return Engine(target, drafter, path_logits, [plan.as_json() for plan in plans], padded)
+        return Engine(target, drafter, path_logits, [plan.as_json() for plan in plans], padded, decode, target.crossings)
 
     return Model(
         stop_ids=loaded.stop_ids,
@@ -73,9 +88,10 @@ def load_model(settings: Settings, say: Say) -> Model:
         decode_text=loaded.decode_text,
         stock=stock,
         build=build,
-        target_facts=_target_facts(entry, where, settings, loaded.facts()),
+        target_facts=facts,
         drafter_facts=_drafter_facts(entry, folder, checkpoint[0], heads, manifest) if folder and checkpoint else None,
         heads=heads,
+        device=settings.device,
     )
 
 
@@ -100,7 +116,7 @@ def _target_facts(entry: Entry, where: Path, settings: Settings, facts: dict[str
         **facts,
         **weights_facts(where),
         "dtype": settings.dtype,
-        "device": "cpu",
+        "device": settings.device,
     }
 
 

@@ -74,6 +74,7 @@ def results(benchmark: Benchmark) -> dict[str, Any] | None:
             "speedup": vars(speedup) if speedup else None,
             "verdict": _verdict(speedup, floor, exact),
             **_speed(runs.values()),
+            **_beside_time(list(runs.values())),
             **_acceptance(list(runs.values()), benchmark["verify_cost"], arm["kind"]),
         }
     return {"noise_floor": {"low": floor.low, "high": floor.high, "wide": floor.wide}, "arms": arms}
@@ -125,6 +126,20 @@ def _speed(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "time_to_first_token": spread([run["prefill_seconds"] for run in runs])[0],
         "end_to_end_seconds": spread([run["prefill_seconds"] + run["decode_seconds"] for run in runs])[0],
     }
+
+
+def _beside_time(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Joules, and what crossed between host and device, per new token; each only where every run has it."""
+    tokens = sum(len(run["tokens"]) for run in runs)
+    entry: dict[str, Any] = {}
+    if all("joules" in run for run in runs):
+        entry["joules_per_token"] = sum(run["joules"] for run in runs) / tokens
+    if all("crossings" in run for run in runs):
+        entry["crossings_per_token"] = {
+            way: {name: sum(run["crossings"][way][name] for run in runs) / tokens for name in ("count", "bytes", "seconds")}
+            for way in ("to_device", "to_host")
+        }
+    return entry
 
 
 def _acceptance(runs: list[dict[str, Any]], curve: dict[str, Any] | None, kind: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from dflash_mini_lab.benchmark.stages import Run
 from dflash_mini_lab.benchmark_file import Benchmark, schema_errors, write
 from dflash_mini_lab.decoding import refuse_without_heads
 from dflash_mini_lab.measurement.clock import clock_for
+from dflash_mini_lab.measurement.energy import Energy, find_energy
 from dflash_mini_lab.methods import METHODS, by_key
 from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_seeds
 from dflash_mini_lab.report import write_report
 from dflash_mini_lab.report.terminal import print_summary
 from dflash_mini_lab.settings import Settings
-from dflash_mini_lab.types import Clock
+from dflash_mini_lab.types import Clock, UserError
 
 BENCHMARK_FILE = "benchmark.json"
 PROMPT_FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -41,7 +42,9 @@ def run_benchmark(settings: Settings, argv: Sequence[str]) -> int:
     set_threads(settings.cpu_threads)
     model = load_model(settings, say)
     settings = replace(settings, methods=choose_methods(settings.methods, model, say))
-    return measure(settings, argv, model, prompts, calibration_prompts, clock_for(model.device))
+    energy, clock = find_energy(model.device), clock_for(model.device)
+    with device_memory_to_user_error():
+        return measure(settings, argv, model, prompts, calibration_prompts, clock, energy=energy)
 
 
 def measure(
@@ -52,6 +55,7 @@ def measure(
     calibration_prompts: Sequence[Prompt],
     clock: Clock,
     save: Callable[[Path, Benchmark], None] = write,
+    energy: Energy | None = None,
 ) -> int:
     """The run itself, for any model: references, calibration, cost curve, tuning, cells, verdicts, results, report."""
     run = Run(
@@ -63,6 +67,7 @@ def measure(
         path=settings.output_dir / BENCHMARK_FILE,
         clock=clock,
         save=save,
+        energy=energy,
     )
     benchmark = stages.new_benchmark(run, argv)
     if settings.resume and run.path.exists():
@@ -97,12 +102,26 @@ def take_measurements(run: Run, benchmark: Benchmark) -> None:
         engine = run.model.build(stages.capacity(run))
         if not benchmark["linear_plans"]:
             benchmark["linear_plans"], benchmark["padded_rows"] = engine.linear_plans, engine.padded_rows
+        stages.take_execution(run, benchmark, engine)
         stock = peers_model.enter_context(run.model.stock() if run.settings["peers"] else nullcontext())
         stages.take_calibration(run, benchmark, engine, expected)
         stages.take_verify_cost(run, benchmark, engine)
         stages.take_tuning(run, benchmark, engine, expected)
         stages.run_cells(run, benchmark, engine, stock)
     stages.judge_mismatches(run, benchmark, engine, references)
+
+
+@contextmanager
+def device_memory_to_user_error() -> Iterator[None]:
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "the GPU's memory became full: end what else uses it, or take a smaller target, fewer tokens or a narrower --dtype; "
+            "--resume continues."
+        ) from error
 
 
 def exit_status(benchmark: Benchmark) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash_mini_lab import __version__
 from dflash_mini_lab.benchmark import results
-from dflash_mini_lab.benchmark.arms import Arm, answer, make_arms
+from dflash_mini_lab.benchmark.arms import Arm, answer, make_arms, metered
 from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.benchmark.experiment import differing_field
 from dflash_mini_lab.benchmark_file import SCHEMA_VERSION, Benchmark, read, schema_errors, write
@@ -22,6 +22,7 @@ from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.exactness import Reference, judge, reference_greedy, stock_block_logits, stock_logits
 from dflash_mini_lab.measurement import machine, schedule
 from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST, measure_verify_cost
+from dflash_mini_lab.measurement.energy import Energy
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.prompts import Prompt
 from dflash_mini_lab.report.progress import Progress
@@ -44,6 +45,7 @@ class Run:
     progress: Callable[[int, str], Progress] = Progress
     """`progress(total, label)`: a bar for one stage."""
     save: Callable[[Path, Benchmark], None] = write
+    energy: Energy | None = None
 
 
 def new_benchmark(run: Run, command: Sequence[str]) -> Benchmark:
@@ -61,6 +63,7 @@ def new_benchmark(run: Run, command: Sequence[str]) -> Benchmark:
         "machine": {**machine.facts(model.device), "load_average_after": None},
         "linear_plans": [],
         "padded_rows": {},
+        "execution": None,
         "prompts": [
             {"id": p.id, "category": p.category, "text": p.text, "prompt_tokens": len(run.encoded[p.id])}
             for p in run.prompts
@@ -214,6 +217,17 @@ def capacity(run: Run) -> int:
     return min(run.model.max_positions, max(prompts, calibration) + max(run.model.block_size, SMALLEST_WIDEST) + 16)
 
 
+def take_execution(run: Run, benchmark: Benchmark, engine: Engine) -> None:
+    """How steps run, and what is measured beside time. Of a continued run, the process that goes on describes itself."""
+    energy = run.energy or Energy(None, "not asked for")
+    earlier = benchmark.get("execution") or {"peak_memory_bytes": None}
+    benchmark["execution"] = {
+        "decode": engine.decode,
+        "peak_memory_bytes": earlier["peak_memory_bytes"],
+        "energy": {"source": energy.source, "reason": energy.reason},
+    }
+
+
 def take_verify_cost(run: Run, benchmark: Benchmark, engine: Engine) -> None:
     """The cost curve at the run's own context length: its first prompt and half of that prompt's answer."""
     if benchmark["verify_cost"] is not None:
@@ -251,7 +265,8 @@ def run_cells(run: Run, benchmark: Benchmark, engine: Engine, stock: Any) -> Non
             for key in cell.order:
                 progress.now(by_name[key].name, cell.prompt)
                 ids = run.encoded[cell.prompt]
-                runs.append(answer(engine, stock, by_name[key], ids, run.settings["tokens"], run.clock))
+                ask = partial(answer, engine, stock, by_name[key], ids, run.settings["tokens"], run.clock)
+                runs.append(metered(ask, engine.crossings, run.energy))
                 progress.done()
             entry = {"prompt": cell.prompt, "repeat": cell.repeat, "warmup": cell.warmup, "order": list(cell.order), "runs": runs}
             benchmark["cells"].append(entry)
@@ -288,6 +303,9 @@ def judge_mismatches(run: Run, benchmark: Benchmark, engine: Engine, references:
 def conclude(run: Run, benchmark: Benchmark) -> None:
     """Results from what has been measured, and the time at which all of it had been."""
     benchmark["machine"]["load_average_after"] = machine.load_average()
+    if execution := benchmark.get("execution"):
+        peaks = [execution["peak_memory_bytes"], machine.peak_memory_bytes(run.model.device)]
+        execution["peak_memory_bytes"] = max((peak for peak in peaks if peak), default=None)
     benchmark["gate"] = results.gate(benchmark, benchmark["gate"]["mismatches"], benchmark["gate"]["verdict"] != "pending")
     benchmark["results"] = results.results(benchmark)
     if benchmark["complete"] and benchmark["finished"] is None:

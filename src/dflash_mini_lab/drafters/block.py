@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_mini_lab.crossings import Crossings
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan, stock_plan
@@ -56,7 +57,8 @@ class BlockDraft:
             scores, rows = self._logits.max(dim=-1, keepdim=True)
         else:
             scores, rows = self._logits.topk(min(k, self._logits.shape[-1]), dim=-1)
-        columns, values = rows.cpu().numpy(), scores.float().cpu().numpy()
+        crossings = self._drafter.crossings
+        columns, values = crossings.array(rows), crossings.array(scores.float())
         if k > 1:  # topk leaves the order of equal scores open; max takes the lower column, and so does a search on the host
             order = np.lexsort((columns, -values))
             columns, values = np.take_along_axis(columns, order, 1), np.take_along_axis(values, order, 1)
@@ -64,25 +66,25 @@ class BlockDraft:
 
     @torch.inference_mode()
     def logits(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._logits.float().cpu().numpy(), self._drafter.draft_ids
+        return self._drafter.crossings.array(self._logits.float()), self._drafter.draft_ids
 
     def context(self) -> np.ndarray:
-        return _on_host(self._session.context)
+        return self._drafter.crossings.array(self._session.context.float())
 
     def states(self) -> np.ndarray:
-        return _on_host(self._hidden)
+        return self._drafter.crossings.array(self._hidden.float())
 
     @torch.inference_mode()
     def jump(self, ids: np.ndarray) -> np.ndarray:
         if len(self._jump) != len(ids):
             raise RuntimeError(f"the jump head gave {len(self._jump)} rows, {len(ids)} were asked for: does the method need it?")
         columns = torch.from_numpy(np.searchsorted(self._drafter.draft_ids, ids)).to(self._jump.device)
-        return _on_host(self._jump.gather(1, columns))
+        return self._drafter.crossings.array(self._jump.gather(1, columns).float())
 
     @torch.inference_mode()
     def embeddings(self, ids: np.ndarray) -> np.ndarray:
         table = self._drafter.embedding
-        return _on_host(table[torch.from_numpy(np.asarray(ids)).to(table.device)])
+        return self._drafter.crossings.array(table[torch.from_numpy(np.asarray(ids)).to(table.device)].float())
 
     def prefix_embedding(self) -> np.ndarray:
         return self._session.prefix_embedding(self.committed)
@@ -116,12 +118,14 @@ class BlockDrafter:
         measure: bool = True,
         known_plans: Sequence[LinearPlan] = (),
         heads: Heads = NO_HEADS,
+        crossings: Crossings | None = None,
     ) -> None:
         """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products; `known_plans`: the
-        target's, which serve the shapes that both have. `heads`: as drafters/heads.py loads them for this config."""
+        target's, which serve the shapes that both have; `heads`: as drafters/heads.py loads them for this config; `crossings`:
+        the target's, where what crosses is counted together."""
         _check_fit(config, embedding)
         dtype, device = embedding.dtype, embedding.device
-        self.config, self.embedding = config, embedding
+        self.config, self.embedding, self.crossings = config, embedding, crossings or Crossings()
         self.taps, self.block_size, self.heads = config.taps, config.block_size, heads
         tensors = {name: t.to(device) if name == DRAFT_TO_TARGET else t.to(device, dtype) for name, t in tensors.items()}
         draft_to_target = tensors.get(DRAFT_TO_TARGET)
@@ -228,7 +232,7 @@ class BlockSession:
         new = torch.tensor(committed[count:], device=table.device, dtype=torch.long)
         total = total + table[new].sum(0, dtype=torch.float64)
         self._summed = (len(committed), total)
-        return _on_host(total / len(committed))
+        return self.drafter.crossings.array((total / len(committed)).float())
 
     def _read_context(self, features: Tensor) -> None:
         rows = features.shape[0]
@@ -243,10 +247,6 @@ class BlockSession:
         self._memory[0, :, start:end] = k.transpose(0, 1)
         self._memory[1, :, start:end] = v.transpose(0, 1)
         self.length = end
-
-
-def _on_host(tensor: Tensor) -> np.ndarray:
-    return tensor.float().cpu().numpy()
 
 
 def _fused_weights(config: DrafterConfig, tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:

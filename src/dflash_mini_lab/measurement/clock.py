@@ -1,4 +1,8 @@
-"""The clocks that a run may be timed with. A test passes its own (`types.Clock`); nothing else in the lab reads a clock."""
+"""The clocks that a run may be timed with. A test passes its own (`types.Clock`).
+
+Beside them only two places read a clock: packed_linear.py, which times products at load, and crossings.py, whose seconds are
+part of a phase and not added to it.
+"""
 from __future__ import annotations
 
 import time

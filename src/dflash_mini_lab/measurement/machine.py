@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 def facts(device: str = "cpu") -> dict[str, Any]:
     """The `machine` entry of benchmark.json; call it before the first measurement, for the load average."""
+    more = (_attempt(_cuda_facts) or {}) if device.startswith("cuda") else {}
     return {
         "cpu": _attempt(_cpu_name) or "unknown",
         "isa": _attempt(_isa) or [],
@@ -48,12 +49,18 @@ def facts(device: str = "cpu") -> dict[str, Any]:
         "blas": _attempt(_blas),
         "load_average": load_average(),
         "gpu": _attempt(lambda: _gpu_name(device)),
+        **more,
     }
 
 
 def load_average() -> list[float] | None:
     """Over 1, 5 and 15 minutes; None where the system has none (Windows)."""
     return _attempt(lambda: [round(load, 2) for load in os.getloadavg()])
+
+
+def peak_memory_bytes(device: str) -> int | None:
+    """The most that PyTorch has had allocated on a CUDA device in this process; None on a CPU, where nothing counts it."""
+    return _attempt(lambda: _peak_memory_bytes(device))
 
 
 def _attempt(fact: Callable[[], T]) -> T | None:
@@ -147,6 +154,29 @@ def _gpu_name(device: str) -> str | None:
     import torch
 
     return torch.cuda.get_device_name(device)
+
+
+def _cuda_facts() -> dict[str, Any]:
+    import torch
+
+    from dflash_mini_lab.measurement.gpu import driver_version
+
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu_memory_bytes": device.total_memory,
+        "gpu_capability": f"{device.major}.{device.minor}",
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _peak_memory_bytes(device: str) -> int | None:
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
 
 
 def _sysctl(name: str) -> str:

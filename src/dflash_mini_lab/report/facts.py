@@ -19,7 +19,7 @@ def target(benchmark: Benchmark) -> Facts:
 
 
 def machine(benchmark: Benchmark) -> Facts:
-    return flat(benchmark.get("machine"))
+    return flat(benchmark.get("machine")) + flat(benchmark.get("execution"))
 
 
 def settings(benchmark: Benchmark) -> Facts:

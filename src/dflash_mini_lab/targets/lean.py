@@ -2,11 +2,11 @@
 
 Fused q/k/v and gate/up products, rotary pairs interleaved so that a rotation is one complex product, preallocated K/V, taps
 on the way. Its logits equal the library's (tests: float64 to 1e-9). Rollback moves a length (attention) or picks earlier inputs
-(short convolution). Built by lean_build.py. No drafting, no greedy choice, no clock.
+(short convolution). Built by lean_build.py. No drafting, no clock.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,10 @@ class ShortConvolution:
     out: PackedLinear
     kernel: Tensor
     bias: Tensor | None
+
+
+Mix = Callable[[int, Attention | ShortConvolution, Tensor], Tensor]
+"""`mix(layer index, mixer, normed x)`: what a layer adds to x from the rows before each of its own."""
 
 
 @dataclass(frozen=True)
@@ -135,22 +139,28 @@ class LeanDecoder:
             run = rows
         x = F.embedding(F.pad(ids, (0, run - rows)) if run > rows else ids, self.embedding)
         rotation = self.rotation[past : past + run].view(run, 1, -1)
+
+        def mix(index: int, mixer: Attention | ShortConvolution, normed: Tensor) -> Tensor:
+            if isinstance(mixer, Attention):
+                return self._attend(mixer, normed, rotation, cache, index, rows)
+            return _convolve(mixer, normed, cache, index, rows)
+
+        x, tapped = self.through_layers(x, mix, taps)
+        cache.length = past + rows
+        cache.last_rows = rows
+        return self.final_norm(x[:, :rows]), [tap[:, :rows] for tap in tapped]
+
+    def through_layers(self, x: Tensor, mix: Mix, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """`x [batch, rows, hidden]` through every layer, and the outputs of the layers in `taps`. `mix` attends or convolves: it
+        alone knows what came before, and how it is kept."""
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            normed = layer.input_norm(x)
-            mixer = layer.mixer
-            if isinstance(mixer, Attention):
-                mixed = self._attend(mixer, normed, rotation, cache, index, rows)
-            else:
-                mixed = _convolve(mixer, normed, cache, index, rows)
-            x = x + mixed
+            x = x + mix(index, layer.mixer, layer.input_norm(x))
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
             if index in taps:
-                tapped[index] = x[:, :rows]
-        cache.length = past + rows
-        cache.last_rows = rows
-        return self.final_norm(x[:, :rows]), [tapped[index] for index in taps]
+                tapped[index] = x
+        return x, [tapped[index] for index in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [rows, hidden] → logits [rows, vocabulary]`."""
@@ -164,16 +174,11 @@ class LeanDecoder:
         """`x [batch, run, hidden]`, of which the first `rows` rows are real and enter the cache."""
         batch, run, _ = x.shape
         past, groups = cache.length, a.heads // a.kv_heads
-        qk, v = a.qkv(x).view(batch, run, -1, a.head_dim).split([a.heads + a.kv_heads, a.kv_heads], dim=2)
-        if a.qk_norm is not None:
-            qk = a.qk_norm(qk)
-        qk = rotate(qk, rotation)
-        q, k = qk.split([a.heads, a.kv_heads], dim=2)
+        q, k, v = project(a, x, rotation)
         keys, values = cache.keys[index], cache.values[index]
         keys[:, :, past : past + rows] = k[:, :rows].transpose(1, 2)
         values[:, :, past : past + rows] = v[:, :rows].transpose(1, 2)
         keys, values = keys[:, :, : past + rows], values[:, :, : past + rows]
-        q = q.view(batch, run, a.kv_heads, groups, a.head_dim).permute(0, 2, 3, 1, 4)
         if past == 0 and run == rows > 1:
             q = q.reshape(batch, a.heads, rows, a.head_dim)
             mixed = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
@@ -181,8 +186,7 @@ class LeanDecoder:
             q = q.reshape(batch, a.kv_heads, groups * run, a.head_dim)
             mask = None if rows == 1 else self._mask(rows, run, groups, past, cache.capacity)
             mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-        mixed = mixed.view(batch, a.kv_heads, groups, run, a.head_dim)
-        return a.out(mixed.permute(0, 3, 1, 2, 4).reshape(batch, run, -1))
+        return merge(a, mixed, run)
 
     def _mask(self, rows: int, run: int, groups: int, past: int, capacity: int) -> Tensor:
         """`[groups · run, past + rows]`: a row sees all of the past and the call's rows up to itself. One stored table serves
@@ -196,14 +200,36 @@ class LeanDecoder:
         return table[:, first : first + past + rows]
 
 
+def project(a: Attention, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`x [batch, rows, hidden]` → rotated queries `[batch, kv_heads, groups, rows, head_dim]`, rotated keys and values
+    `[batch, rows, kv_heads, head_dim]`."""
+    batch, rows, _ = x.shape
+    qk, v = a.qkv(x).view(batch, rows, -1, a.head_dim).split([a.heads + a.kv_heads, a.kv_heads], dim=2)
+    if a.qk_norm is not None:
+        qk = a.qk_norm(qk)
+    q, k = rotate(qk, rotation).split([a.heads, a.kv_heads], dim=2)
+    return q.view(batch, rows, a.kv_heads, a.heads // a.kv_heads, a.head_dim).permute(0, 2, 3, 1, 4), k, v
+
+
+def merge(a: Attention, mixed: Tensor, rows: int) -> Tensor:
+    """Attention's output, heads first and a group's rows together, back to `[batch, rows, hidden]`."""
+    mixed = mixed.view(len(mixed), a.kv_heads, a.heads // a.kv_heads, rows, a.head_dim)
+    return a.out(mixed.permute(0, 3, 1, 2, 4).reshape(len(mixed), rows, -1))
+
+
 def _convolve(c: ShortConvolution, x: Tensor, cache: LeanCache, index: int, rows: int) -> Tensor:
-    run = x.shape[1]
     gate_in, gate_out, value = c.in_proj(x).chunk(3, dim=-1)
     window = torch.cat([cache.inputs[index], gate_in * value], dim=1)
     cache.inputs[index] = window[:, : cache.history + rows]
-    mixed = window[:, :run] * c.kernel[0]
+    return convolve_window(c, window, gate_out)
+
+
+def convolve_window(c: ShortConvolution, window: Tensor, gate_out: Tensor) -> Tensor:
+    """`window [batch, taps - 1 + rows, hidden]`, `gate_out [batch, rows, hidden]` → `[batch, rows, hidden]`."""
+    rows = gate_out.shape[1]
+    mixed = window[:, :rows] * c.kernel[0]
     for tap in range(1, len(c.kernel)):
-        mixed = torch.addcmul(mixed, window[:, tap : tap + run], c.kernel[tap])
+        mixed = torch.addcmul(mixed, window[:, tap : tap + rows], c.kernel[tap])
     if c.bias is not None:
         mixed = mixed + c.bias
     return c.out(gate_out * mixed)

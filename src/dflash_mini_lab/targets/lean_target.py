@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_mini_lab.crossings import Crossings
 from dflash_mini_lab.targets.features import FeatureLog
-from dflash_mini_lab.targets.lean import LeanDecoder
+from dflash_mini_lab.targets.lean import LeanCache, LeanDecoder
 from dflash_mini_lab.types import UserError
 
 
@@ -16,12 +18,19 @@ class LeanTarget:
 
     path = "lean"
 
-    def __init__(self, decoder: LeanDecoder, stop_ids: frozenset[int], vocabulary: int) -> None:
+    def __init__(
+        self, decoder: LeanDecoder, stop_ids: frozenset[int], vocabulary: int, crossings: Crossings | None = None
+    ) -> None:
         """`vocabulary`: ids that may be emitted; padded rows of the head beyond it never are."""
         self.decoder, self.stop_ids, self.vocabulary = decoder, stop_ids, vocabulary
         self.max_positions = len(decoder.rotation)
         self.embedding = decoder.embedding
         self.plans, self.padded_rows = decoder.plans, decoder.padded_rows
+        self.crossings = crossings or Crossings()
+
+    def prepare_steps(self, widths: Sequence[int], taps: Sequence[int]) -> dict[str, Any]:
+        """The `decode` entry of benchmark.json: nothing to prepare here."""
+        return {"steps": "eager", "reason": "graphs are CUDA's; here a step is a call", "widths": []}
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> LeanSession:
         return LeanSession(self, prompt_ids, capacity, taps)
@@ -41,10 +50,7 @@ class LeanSession:
     """See types.Session."""
 
     def __init__(self, target: LeanTarget, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> None:
-        self.target, self.prompt_ids, self.taps = target, prompt_ids, tuple(taps or ())
-        layers = len(target.decoder.layers)
-        if any(not 0 <= tap < layers for tap in self.taps):
-            raise UserError(f"The drafter reads layers {self.taps}; this target's layers are 0 … {layers - 1}.")
+        self.target, self.prompt_ids, self.taps = target, prompt_ids, checked_taps(taps or (), target)
         self.cache = target.decoder.new_cache(capacity)
         self.features = FeatureLog(len(self.taps) * target.embedding.shape[1], target.embedding)
 
@@ -54,7 +60,7 @@ class LeanSession:
 
     @torch.inference_mode()
     def prefill(self) -> int:
-        first = self._extend(self.prompt_ids, last_only=True)[-1]
+        first = self._run(self.prompt_ids, self.cache, last_only=True)[-1]
         self.keep(len(self.prompt_ids))
         return first
 
@@ -73,8 +79,19 @@ class LeanSession:
     def take_features(self) -> Tensor:
         return self.features.take()
 
-    def _extend(self, tokens: Sequence[int], last_only: bool = False) -> list[int]:
-        decoder = self.target.decoder
-        hidden, tapped = decoder.forward(self.target._ids(tokens), self.cache, self.taps)
+    def _extend(self, tokens: Sequence[int]) -> list[int]:
+        return self._run(tokens, self.cache)
+
+    def _run(self, tokens: Sequence[int], cache: LeanCache, last_only: bool = False) -> list[int]:
+        decoder, crossings = self.target.decoder, self.target.crossings
+        ids = crossings.send(tokens, self.target.embedding.device)[None]
+        hidden, tapped = decoder.forward(ids, cache, self.taps)
         self.features.record([rows[0] for rows in tapped])
-        return decoder.greedy(hidden[0, -1:] if last_only else hidden[0], self.target.vocabulary).tolist()
+        return crossings.integers(decoder.greedy(hidden[0, -1:] if last_only else hidden[0], self.target.vocabulary))
+
+
+def checked_taps(taps: Sequence[int], target: LeanTarget) -> tuple[int, ...]:
+    layers = len(target.decoder.layers)
+    if any(not 0 <= tap < layers for tap in taps):
+        raise UserError(f"The drafter reads layers {tuple(taps)}; this target's layers are 0 … {layers - 1}.")
+    return tuple(taps)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from dflash_mini_lab.crossings import Crossings
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan
 from dflash_mini_lab.targets.features import FeatureLog
 from dflash_mini_lab.types import UserError
@@ -23,12 +24,20 @@ class LibraryTarget:
 
     path = "library"
 
-    def __init__(self, model: Any, stop_ids: frozenset[int], vocabulary: int, measure: bool = True) -> None:
+    def __init__(
+        self, model: Any, stop_ids: frozenset[int], vocabulary: int, measure: bool = True, crossings: Crossings | None = None
+    ) -> None:
         self.model, self.stop_ids, self.vocabulary = model, stop_ids, vocabulary
         self.max_positions = model.config.max_position_embeddings
         self.embedding = model.get_input_embeddings().weight.detach()
         self.plans = _pack_linears(model) if measure else []
         self.padded_rows: dict[int, int] = {}
+        self.crossings = crossings or Crossings()
+
+    def prepare_steps(self, widths: Sequence[int], taps: Sequence[int]) -> dict[str, Any]:
+        """The `decode` entry of benchmark.json: nothing to prepare here."""
+        reason = "the library's cache grows, so its steps have no fixed shape"
+        return {"steps": "eager", "reason": reason, "widths": []}
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> LibrarySession:
         return LibrarySession(self, prompt_ids, taps)
@@ -88,8 +97,9 @@ class LibrarySession:
     @torch.inference_mode()
     def _extend(self, tokens: Sequence[int], last_only: bool = False) -> list[int]:
         wanted = [tap + 1 for tap in self.taps]
+        crossings = self.target.crossings
         output = self.target.model(
-            self.target._ids(tokens),
+            crossings.send(tokens, self.target.embedding.device)[None],
             cache=self.cache,
             use_cache=True,
             logits_to_keep=1 if last_only else len(tokens),
@@ -100,7 +110,7 @@ class LibrarySession:
         if wanted:
             hidden = output.hidden_states
             self.features.record([hidden[index][0] for index in wanted])
-        return output.logits[0, :, : self.target.vocabulary].argmax(dim=-1).tolist()
+        return crossings.integers(output.logits[0, :, : self.target.vocabulary].argmax(dim=-1))
 
 
 class _PackedModule(nn.Module):

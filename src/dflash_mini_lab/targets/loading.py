@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as library_logging
 
+from dflash_mini_lab.targets.captured_target import CapturedTarget
 from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryTarget
@@ -40,6 +41,7 @@ class LoadedTarget:
     """Why the library path is used instead of the lean decoder; None on the lean path."""
     vocabulary: int
     """Ids that may be emitted: rows of a padded embedding beyond the tokenizer's last id are not among them."""
+    device: str = "cpu"
     _stock: Any = field(default=None, repr=False)
 
     def stock_model(self) -> Any:
@@ -53,7 +55,7 @@ class LoadedTarget:
         model, info = _from_pretrained(AutoModelForCausalLM, self.where, **options)
         if info["missing_keys"]:
             raise UserError(f"{self.where}: the weights lack {min(info['missing_keys'])}, which would be made up at random.")
-        return model.eval()
+        return model.eval().to(self.device)
 
     def release_stock(self) -> None:
         self._stock = None
@@ -63,7 +65,8 @@ class LoadedTarget:
         model, which is then gone."""
         if self.path_reason is None:
             decoder = build_lean_decoder(self.stock_model(), capacity, measure, consume=not keep_stock)
-            target: LeanTarget | LibraryTarget = LeanTarget(decoder, self.stop_ids, self.vocabulary)
+            kind = LeanTarget if self.device == "cpu" else CapturedTarget
+            target: LeanTarget | LibraryTarget = kind(decoder, self.stop_ids, self.vocabulary)
         else:
             model = self._read() if keep_stock else self.stock_model()
             target = LibraryTarget(model, self.stop_ids, self.vocabulary, measure)
@@ -102,7 +105,9 @@ class LoadedTarget:
         }
 
 
-def load_target(name: str, where: str | Path, dtype: str = "float32", prompt_format: str | None = None) -> LoadedTarget:
+def load_target(
+    name: str, where: str | Path, dtype: str = "float32", prompt_format: str | None = None, device: str = "cpu"
+) -> LoadedTarget:
     """Config, tokenizer and stop tokens of the model at `where` (a folder or a hub id); the weights wait until needed.
 
     `prompt_format`: `chat`, `plain`, or None for chat where the tokenizer has a template. Raises UserError where the model
@@ -129,6 +134,7 @@ def load_target(name: str, where: str | Path, dtype: str = "float32", prompt_for
         stop_ids=_stop_ids(where, config),
         path_reason=unsupported_reason(config),
         vocabulary=min(config.vocab_size, 1 + max(tokenizer.get_vocab().values(), default=-1)),  # len() would miss ids after gaps
+        device=device,
     )
     loaded.encode_prompt("A template that fails should fail now.")
     return loaded

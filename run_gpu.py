@@ -1,0 +1,28 @@
+"""python run_gpu.py: makes the environment on the first run, then benchmarks on a CUDA GPU. `--help` lists the options."""
+
+import os
+import sys
+
+if sys.version_info < (3, 10):  # Before any import: the rest is written for newer Pythons and would not even parse.
+    sys.stderr.write(
+        "error: DFlash Mini Lab needs Python 3.10 or newer; this is Python %d.%d (%s).\n"
+        % (sys.version_info[0], sys.version_info[1], sys.executable)
+    )
+    sys.exit(2)
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "src"))
+
+from dflash_mini_lab import bootstrap, bootstrap_gpu, cli
+from dflash_mini_lab.settings import GPU
+
+
+def indexes():  # type: () -> str
+    return bootstrap_gpu.torch_indexes(bootstrap_gpu.find_driver())
+
+
+def main(argv):  # type: (list[str]) -> int
+    return cli.main(argv, GPU)
+
+
+if __name__ == "__main__":
+    cli.parse(sys.argv[1:], GPU)  # --help and mistakes are answered at once, before anything is installed.
+    sys.exit(bootstrap.launch(__file__, ["requirements-cpu.txt", "requirements-gpu.txt"], main, torch_index=indexes, cuda=True))

@@ -1,0 +1,79 @@
+"""What goes between the host and the device that holds the weights, counted and timed at the one place where it goes.
+
+A round should move a few integers out and a few in; a method that takes full logits moves megabytes, and these figures show it.
+On a CPU the same code counts what would have crossed, at the cost of two clock readings. No model, no method, no cache.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Direction:
+    """`seconds` are the host's, from the call until it may go on; what the device still had to compute is not among them."""
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Crossings:
+    """Totals since they were made. One object serves a target and its drafter."""
+
+    to_device: Direction = field(default_factory=Direction)
+    to_host: Direction = field(default_factory=Direction)
+
+    def send(self, tokens: Sequence[int], device: torch.device) -> Tensor:
+        """Token ids, or other whole numbers, as int64 `[len(tokens)]` on `device`."""
+        started = time.perf_counter()
+        sent = torch.tensor(tokens, device=device)
+        self._add(self.to_device, sent, started)
+        return sent
+
+    def send_into(self, tokens: Sequence[int], buffer: Tensor) -> None:
+        """As `send`, into a buffer `[len(tokens)]` that stays where it is; a CUDA device copies it while the host goes on."""
+        started = time.perf_counter()
+        buffer.copy_(torch.tensor(tokens, pin_memory=buffer.is_cuda), non_blocking=True)
+        self._add(self.to_device, buffer, started)
+
+    def integers(self, tensor: Tensor) -> list[int]:
+        """`tensor [n]` as Python integers."""
+        started = _settled(tensor)
+        received = tensor.tolist()
+        self._add(self.to_host, tensor, started)
+        return received
+
+    def array(self, tensor: Tensor) -> np.ndarray:
+        """`tensor` as a NumPy array of its own dtype; on a CPU they share memory."""
+        started = _settled(tensor)
+        received = tensor.cpu().numpy()
+        self._add(self.to_host, tensor, started)
+        return received
+
+    def as_json(self) -> dict[str, dict[str, float]]:
+        return {"to_device": asdict(self.to_device), "to_host": asdict(self.to_host)}
+
+    def since(self, earlier: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        """What crossed since `as_json` gave `earlier`."""
+        now = self.as_json()
+        return {way: {name: now[way][name] - earlier[way][name] for name in now[way]} for way in now}
+
+    @staticmethod
+    def _add(direction: Direction, tensor: Tensor, started: float) -> None:
+        direction.count += 1
+        direction.bytes += tensor.numel() * tensor.element_size()
+        direction.seconds += time.perf_counter() - started
+
+
+def _settled(tensor: Tensor) -> float:
+    """The time at which the device has computed `tensor`: waiting for that is no crossing."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return time.perf_counter()
