@@ -16,6 +16,7 @@ from typing import Any
 
 DEFAULT_TARGET = "smollm2-135m"
 CANONICAL_TARGET = "lfm2.5-350m"
+TINY_TARGET = "tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 PEERS = ("generate", "prompt-lookup")
 AXES = ("lab", "target", "path", "dtype", "device", "drafter", "machine", "threads", "software", "prompts")
@@ -81,6 +82,9 @@ SMOKE: Mapping[str, Any] = {
     "calibration_prompt_limit": 1,
 }
 
+
+OF_TARGET: Mapping[str, Mapping[str, Any]] = {TINY_TARGET: {"tokens": 24, "prompt_limit": 8, "cpu_threads": 1}}
+"""Targets whose defaults differ."""
 
 # How a word becomes a value. Each raises ValueError that says what would have been right.
 
@@ -246,7 +250,8 @@ OPTIONS = (
 def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str]) -> Settings:
     """Settings from the words on the command line (by field name; None or False: not given) and the environment.
 
-    A flag beats `--smoke`, which beats a variable, which beats the default. An empty variable counts as unset.
+    A flag beats `--smoke`, which beats a variable, which beats the default. An empty variable counts as unset. What is asked
+    for decides whose defaults they are: the target's own, where it has any.
     Raises ValueError, one line that names the flag or variable with the bad value and says what would have been right.
     """
     from_variables = {
@@ -260,7 +265,8 @@ def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str]) 
         if given.get(option.field) not in (None, False)
     }
     smoke = SMOKE if from_flags.get("smoke") else {}
-    settings = Settings(**{**from_variables, **smoke, **from_flags})
+    asked = {**from_variables, **smoke, **from_flags}
+    settings = Settings(**{**OF_TARGET.get(asked.get("target", DEFAULT_TARGET), {}), **asked})
     refuse_contradictions(settings)
     return replace(settings, cache=cache_folder(environ))
 
