@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "dflash_mini_lab"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "settings", "bootstrap_install"),
-    ("scores", "paths", "artifacts", "catalog", "norms", "packed_linear", "rotary", "benchmark_file", "prompts", "bootstrap"),
+    ("scores", "paths", "artifacts", "catalog", "norms", "packed_linear", "rotary", "numpy_ops")
+    + ("benchmark_file", "prompts", "bootstrap"),
     ("targets", "drafters", "methods"),
     ("decoding", "measurement"),
     ("exactness",),

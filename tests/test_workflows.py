@@ -254,6 +254,7 @@ def test_only_what_a_run_needs_enters_the_image() -> None:
     assert rules[0] == "*"
     assert {line[1:] for line in rules if line.startswith("!")} == {
         "requirements-cpu.txt",
+        "requirements-tiny.txt",
         "run_cpu.py",
         "src",
         "benchmarks",

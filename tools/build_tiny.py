@@ -50,22 +50,22 @@ class Recipe:
     heads: int = 4
     kv_heads: int = 2
     positions: int = 160
-    target_steps: int = 450
-    lines: int = 32
+    target_steps: int = 320
+    lines: int = 24
     target_rate: float = 4e-3
     opening_letters: tuple[int, ...] = (6, 15, 24)
-    own_openings: int = 576
+    own_openings: int = 288
     answer_letters: int = 72
     drafter_layers: int = 1
     block_size: int = 4
-    drafter_steps: int = 350
-    texts: int = 24
-    anchors: int = 32
+    drafter_steps: int = 240
+    texts: int = 16
+    anchors: int = 24
     drafter_rate: float = 4e-3
     warm_up: float = 0.05
 
 
-def build(folder: Path, recipe: Recipe = Recipe(), lines: Sequence[str] | None = None) -> dict[str, Any]:  # noqa: B008 - frozen
+def build(folder: Path, recipe: Recipe = Recipe(), lines: Sequence[str] | None = None) -> dict[str, Any]:
     """Train and write everything under `folder`; returns what provenance.json says. `lines`: the text, one sentence each."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

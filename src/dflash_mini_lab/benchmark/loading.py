@@ -24,10 +24,14 @@ def load_model(settings: Settings, say: Say) -> Model:
 
     Raises UserError for whatever cannot be had. Without a drafting method in `settings.methods`, no drafter is asked for.
     """
+    entry = resolve(settings.target)
+    if entry.backend == "numpy":
+        from dflash_mini_lab.benchmark.tiny import load_tiny
+
+        return load_tiny(settings, entry, say)
     from dflash_mini_lab.targets.loading import load_target
     from dflash_mini_lab.targets.weights import fetch
 
-    entry = resolve(settings.target)
     where = fetch(entry, settings.cache, say)
     folder = None
     if any(key != "00" for key in settings.methods):
@@ -71,8 +75,8 @@ def load_model(settings: Settings, say: Say) -> Model:
         decode_text=loaded.decode_text,
         stock=stock,
         build=build,
-        target_facts=_target_facts(entry, where, settings, loaded.facts()),
-        drafter_facts=_drafter_facts(entry, folder, checkpoint[0]) if folder and checkpoint else None,
+        target_facts=target_facts(entry, where, settings, loaded.facts()),
+        drafter_facts=drafter_facts(entry, folder, checkpoint[0]) if folder and checkpoint else None,
     )
 
 
@@ -82,19 +86,23 @@ def _read_drafter(folder: Path | None) -> tuple[Any, dict[str, Any]] | None:
     return load_checkpoint(folder) if folder else None
 
 
-def _target_facts(entry: Entry, where: Path, settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+def target_facts(
+    entry: Entry, where: Path, settings: Settings, facts: dict[str, Any], weights: str = "*.safetensors"
+) -> dict[str, Any]:
+    """The `target` entry of benchmark.json. `weights`: the files of its weights in the folder `where`."""
     return {
         "name": entry.name,
         "source": entry.source,
         "license": entry.license,
         **facts,
-        **weights_facts(where),
+        **weights_facts(where, weights),
         "dtype": settings.dtype,
         "device": "cpu",
     }
 
 
-def _drafter_facts(entry: Entry, folder: Path, config: Any) -> dict[str, Any]:
+def drafter_facts(entry: Entry, folder: Path, config: Any) -> dict[str, Any]:
+    """The `drafter` entry of benchmark.json, with every file that the manifest in `folder` pins."""
     manifest = artifacts.read_manifest(folder / artifacts.MANIFEST) if (folder / artifacts.MANIFEST).is_file() else None
     files = manifest.files if manifest else ()
     tensors = safetensors_shapes(folder / "model.safetensors")
@@ -123,9 +131,9 @@ def _provenance(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def weights_facts(folder: Path) -> dict[str, Any]:
+def weights_facts(folder: Path, pattern: str = "*.safetensors") -> dict[str, Any]:
     """Parameters, bytes and digest of a folder's safetensors files; for several, the digest of their `name digest` lines."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob(pattern))
     if not files:
         raise UserError(f"{folder}: has no safetensors weights; the lab reads no pickled ones.")
     digests = {path.name: artifacts.sha256(path) for path in files}
