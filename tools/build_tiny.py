@@ -70,7 +70,6 @@ def build(folder: Path, recipe: Recipe = Recipe(), lines: Sequence[str] | None =
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     lines = held_out_lines() if lines is None else lines
-    torch.manual_seed(recipe.seed)
     target, target_loss = train_target(recipe, lines)
     say(f"The target's loss on its text: {target_loss}")
     texts, starts = own_texts(recipe, target, lines)
@@ -131,6 +130,7 @@ def target_config(recipe: Recipe) -> dict[str, Any]:
 
 def train_target(recipe: Recipe, lines: Sequence[str]) -> tuple[LlamaForCausalLM, float]:
     """The model and its mean loss over the last tenth of the steps."""
+    torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(LlamaConfig(**{**target_config(recipe), "pad_token_id": None}))
     rows = padded([[*tiny.encode(line), tiny.END] for line in lines])
     losses = []
@@ -151,6 +151,7 @@ def train_target(recipe: Recipe, lines: Sequence[str]) -> tuple[LlamaForCausalLM
 @torch.inference_mode()
 def own_texts(recipe: Recipe, target: LlamaForCausalLM, lines: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Ids `[texts, length]`, MASK after the end of each; and where each answer starts `[texts]`."""
+    torch.manual_seed(recipe.seed)
     longest = max(recipe.opening_letters)
     own = continued(target, torch.full((recipe.own_openings, 1), tiny.START), longest, sampled=True).tolist()
     texts, starts = [], []
@@ -182,6 +183,7 @@ def train_drafter(
     recipe: Recipe, target: LlamaForCausalLM, texts: Tensor, starts: Tensor
 ) -> tuple[TrainableDrafter, dict[str, Any]]:
     """The drafter, and its loss and accuracy per slot over the last tenth of the steps."""
+    torch.manual_seed(recipe.seed)
     facts = target_config(recipe)
     config = DrafterConfig(
         hidden_size=recipe.hidden_size,
