@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
+from tests.tables import random_heads
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_mini_lab.drafters.block import BlockDrafter
@@ -58,10 +59,11 @@ def test_the_numpy_drafter_scores_as_the_block_drafter_does(tmp_path: Path, redu
         tensors[DRAFT_TO_TARGET] = torch.tensor([3, 9, 12, 20, 31, 44], dtype=torch.int32)
     save_checkpoint(tmp_path, CONFIG, tensors)
     embedding, features = torch.randn(50, 32), torch.randn(12, 64)
-    ours = NumpyBlockDrafter(*load_arrays(tmp_path), embedding.numpy(), embedding.numpy(), 40)
-    theirs = BlockDrafter(*load_checkpoint(tmp_path), embedding, embedding, 40, measure=False)
+    heads = random_heads(50, 32, 3, offsets=(2, 4))  # the second lies past the block
+    ours = NumpyBlockDrafter(*load_arrays(tmp_path), embedding.numpy(), embedding.numpy(), 40, heads)
+    theirs = BlockDrafter(*load_checkpoint(tmp_path), embedding, embedding, 40, measure=False, heads=heads)
     sessions = FixedFeatures(features.numpy()), FixedFeatures(features)
-    running = ours.start(sessions[0], 40), theirs.start(sessions[1], 40)
+    running = ours.start(sessions[0], 40, ("jump",)), theirs.start(sessions[1], 40, ("jump",))
     for anchor in (3, 4, 8, 11):
         drafts = []
         for session, drafter in zip(sessions, running, strict=True):
@@ -74,6 +76,17 @@ def test_the_numpy_drafter_scores_as_the_block_drafter_does(tmp_path: Path, redu
             (top, scores), (their_top, their_scores) = (draft.top(k) for draft in drafts)
             assert top.tolist() == their_top.tolist()
             np.testing.assert_allclose(scores, their_scores, atol=1e-4)
+        candidates = drafts[0].top(5)[0]
+        for ask in (
+            lambda draft: draft.context(),
+            lambda draft: draft.states(),
+            lambda draft, ids=candidates: draft.jump(ids[1:2]),
+            lambda draft, ids=candidates: draft.embeddings(ids),
+            lambda draft: draft.prefix_embedding(),
+        ):
+            mine, expected = map(ask, drafts)
+            assert mine.dtype == expected.dtype == np.float32
+            np.testing.assert_allclose(mine, expected, atol=1e-4)
 
 
 def test_of_equal_scores_the_lower_id_comes_first(tmp_path: Path) -> None:

@@ -180,6 +180,14 @@ def locate(settings: Settings, target: str, say: Say, repository: Path = REPOSIT
     return None
 
 
+def manifest_of(folder: Path, target: str, repository: Path = REPOSITORY) -> Manifest | None:
+    """The manifest that `folder`, as `locate` found it, was verified by: its own, or the repository's."""
+    for path in (folder / MANIFEST, repository / target / MANIFEST):
+        if path.is_file():
+            return read_for(path, target)
+    return None
+
+
 def locate_pinned(settings: Settings, beside: Path, manifest: Manifest, say: Say) -> Path | None:
     downloads = settings.artifact_dir or settings.cache / "artifacts" / manifest.target
     if any((beside / file.name).exists() for file in manifest.files) and not settings.artifact_dir:

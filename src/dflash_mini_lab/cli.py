@@ -197,11 +197,14 @@ def download(settings: Settings) -> int:
 
 
 def with_known_methods(settings: Settings) -> Settings:
-    """Methods as keys in the table's order, method 00 always first. Raises UserError that lists the known ones."""
+    """Methods as keys in the table's order, method 00 always first; none stays none, which is every one that can run.
+
+    Raises UserError that lists the known ones.
+    """
     from dflash_mini_lab.methods import METHODS, by_key
 
-    asked = {by_key(word).key for word in settings.methods} or {method.key for method in METHODS}
-    return replace(settings, methods=tuple(method.key for method in METHODS if method.key in asked | {"00"}))
+    asked = {by_key(word).key for word in settings.methods}
+    return replace(settings, methods=tuple(method.key for method in METHODS if asked and method.key in asked | {"00"}))
 
 
 def announce(settings: Settings) -> None:

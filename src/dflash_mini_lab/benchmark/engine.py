@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_mini_lab.exactness import LogitsOf
-from dflash_mini_lab.types import Drafter, Target
+from dflash_mini_lab.types import Drafter, Heads, Target
+
+NO_HEADS = Heads()
 
 
 @dataclass(frozen=True)
@@ -42,5 +44,7 @@ class Model:
     build: Callable[[int], Engine]
     target_facts: dict[str, Any]
     drafter_facts: dict[str, Any] | None
+    heads: Heads = NO_HEADS
+    """Those of the drafter: what a method may need is known before weights are read."""
     device: str = "cpu"
     backend: Literal["torch", "numpy"] = "torch"

@@ -14,7 +14,7 @@ from dflash_mini_lab import artifacts
 from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.catalog import Entry, resolve
 from dflash_mini_lab.settings import Settings
-from dflash_mini_lab.types import UserError
+from dflash_mini_lab.types import Heads, UserError
 
 Say = Callable[[str], None]
 
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 def load_model(settings: Settings, say: Say) -> Model:
     """The target of `settings` with its drafter. A target without artifacts has one trained first, and it is said.
 
-    Raises UserError for whatever cannot be had. Without a drafting method in `settings.methods`, no drafter is asked for.
+    Raises UserError for whatever cannot be had. With method 00 alone in `settings.methods`, no drafter is asked for.
     """
     entry = resolve(settings.target)
     if entry.backend == "numpy":
@@ -34,7 +34,7 @@ def load_model(settings: Settings, say: Say) -> Model:
 
     where = fetch(entry, settings.cache, say)
     folder = None
-    if any(key != "00" for key in settings.methods):
+    if settings.methods != ("00",):
         folder = artifacts.locate(settings, entry.name, say)
         if folder is None:
             say(f"There is no drafter for {entry.name} yet: training one first (--prepare-minutes N limits it).")
@@ -42,7 +42,9 @@ def load_model(settings: Settings, say: Say) -> Model:
 
             folder = prepare(settings)
     loaded = load_target(entry.name, where, settings.dtype, entry.prompt_format)
+    manifest = artifacts.manifest_of(folder, entry.name) if folder else None
     checkpoint = _read_drafter(folder)
+    heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
     keep_stock = bool(settings.peers)
 
     @contextmanager
@@ -58,7 +60,7 @@ def load_model(settings: Settings, say: Say) -> Model:
         if checkpoint:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
-            drafter = BlockDrafter(*checkpoint, embedding, head, capacity, known_plans=target.plans)
+            drafter = BlockDrafter(*checkpoint, embedding, head, capacity, known_plans=target.plans, heads=heads)
 
         def path_logits(prompt_ids: Any) -> Any:
             return lambda tokens: target.logits([*prompt_ids, *tokens])[len(prompt_ids) - 1 :].float().cpu().numpy()
@@ -76,7 +78,8 @@ def load_model(settings: Settings, say: Say) -> Model:
         stock=stock,
         build=build,
         target_facts=target_facts(entry, where, settings, loaded.facts()),
-        drafter_facts=drafter_facts(entry, folder, checkpoint[0]) if folder and checkpoint else None,
+        drafter_facts=drafter_facts(entry, folder, checkpoint[0], heads, manifest) if folder and checkpoint else None,
+        heads=heads,
     )
 
 
@@ -84,6 +87,13 @@ def _read_drafter(folder: Path | None) -> tuple[Any, dict[str, Any]] | None:
     from dflash_mini_lab.drafters.checkpoint import load_checkpoint
 
     return load_checkpoint(folder) if folder else None
+
+
+def read_heads(folder: Path, config: Any, manifest: artifacts.Manifest | None) -> Heads:
+    """The heads that the manifest pins: a file that nothing has verified is not opened."""
+    from dflash_mini_lab.drafters.heads import load_heads
+
+    return load_heads(folder, config, [file.name for file in manifest.files] if manifest else ())
 
 
 def target_facts(
@@ -101,9 +111,12 @@ def target_facts(
     }
 
 
-def drafter_facts(entry: Entry, folder: Path, config: Any) -> dict[str, Any]:
-    """The `drafter` entry of benchmark.json, with every file that the manifest in `folder` pins."""
-    manifest = artifacts.read_manifest(folder / artifacts.MANIFEST) if (folder / artifacts.MANIFEST).is_file() else None
+def drafter_facts(
+    entry: Entry, folder: Path, config: Any, heads: Heads, manifest: artifacts.Manifest | None
+) -> dict[str, Any]:
+    """The `drafter` entry of benchmark.json, with every file that the manifest pins."""
+    from dflash_mini_lab.drafters.heads import head_facts
+
     files = manifest.files if manifest else ()
     tensors = safetensors_shapes(folder / "model.safetensors")
     rows = tensors.get("draft_to_target", [config.vocabulary])[0]
@@ -116,6 +129,7 @@ def drafter_facts(entry: Entry, folder: Path, config: Any) -> dict[str, Any]:
         "draft_vocabulary": rows,
         "parameters": sum(prod(shape) for name, shape in tensors.items() if name != "draft_to_target"),
         "provenance": _provenance(folder),
+        "heads": head_facts(heads),
     }
 
 

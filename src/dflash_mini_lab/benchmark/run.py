@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from dflash_mini_lab.benchmark.loading import load_model
 from dflash_mini_lab.benchmark.stages import Run
 from dflash_mini_lab.benchmark_file import Benchmark, schema_errors, write
 from dflash_mini_lab.catalog import resolve
+from dflash_mini_lab.decoding import refuse_without_heads
 from dflash_mini_lab.measurement.clock import clock_for
+from dflash_mini_lab.methods import METHODS, by_key
 from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_texts
 from dflash_mini_lab.report import write_report
 from dflash_mini_lab.report.terminal import print_summary
@@ -33,13 +36,14 @@ OK, USAGE, INEXACT, INTERRUPTED = 0, 2, 3, 130
 def run_benchmark(settings: Settings, argv: Sequence[str]) -> int:
     """Measure what `settings` ask for, leave benchmark.json and the report in `settings.output_dir`, return the exit status.
 
-    `settings.methods`: keys, 00 among them. Raises UserError for a mistake of the user's.
+    `settings.methods`: keys, 00 among them; none stands for every method that can run. Raises UserError for a user's mistake.
     """
     prompts, calibration_prompts = choose_prompts(settings)
     settings.output_dir.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is known now, not at the end
     if resolve(settings.target).backend == "torch":  # NumPy's own threads were set before it was loaded (cli.py)
         set_threads(settings.cpu_threads)
     model = load_model(settings, say)
+    settings = replace(settings, methods=choose_methods(settings.methods, model, say))
     return measure(settings, argv, model, prompts, calibration_prompts, clock_for(model.device))
 
 
@@ -106,6 +110,23 @@ def take_measurements(run: Run, benchmark: Benchmark) -> None:
 
 def exit_status(benchmark: Benchmark) -> int:
     return INEXACT if results.gate_fails(benchmark) else OK
+
+
+def choose_methods(asked: Sequence[str], model: Model, say: Callable[[str], None]) -> tuple[str, ...]:
+    """`asked`, or without a word of the user's every method; one that lacks a head is then left out, and it is said.
+
+    Raises UserError for a method that was asked for by name and lacks a head.
+    """
+    for key in asked:
+        refuse_without_heads(by_key(key), model.heads)
+    if asked:
+        return tuple(asked)
+    ready = [method for method in METHODS if set(method.needs) <= set(model.heads.present)]
+    without = [method.key for method in METHODS if method not in ready]
+    if without:
+        heads = sorted({name for method in METHODS for name in method.needs} - set(model.heads.present))
+        say(f"Left out: methods {', '.join(without)}. This drafter has no {', '.join(heads)} heads; --prepare trains them.")
+    return tuple(method.key for method in ready)
 
 
 def choose_prompts(settings: Settings) -> tuple[list[Prompt], list[Prompt]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_mini_lab import artifacts
 from dflash_mini_lab.benchmark.engine import Engine, Model
-from dflash_mini_lab.benchmark.loading import drafter_facts, target_facts
+from dflash_mini_lab.benchmark.loading import drafter_facts, read_heads, target_facts
 from dflash_mini_lab.catalog import Entry
 from dflash_mini_lab.drafters.numpy_block import NumpyBlockDrafter, load_arrays
 from dflash_mini_lab.exactness import LogitsOf, StockSteps
@@ -18,7 +18,7 @@ from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.targets import tiny
 from dflash_mini_lab.targets.tiny_reference import PlainReference
 from dflash_mini_lab.targets.tiny_target import TinyTarget
-from dflash_mini_lab.types import UserError
+from dflash_mini_lab.types import Heads, UserError
 
 WHY_NUMPY = "recomputes the visible sequence at every call; its speed says nothing about targets with a cache"
 
@@ -33,7 +33,9 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
     if folder is None:
         raise UserError(f"artifacts/{entry.name} is not here; restore it with: git checkout -- artifacts/{entry.name}")
     config, tensors = tiny.read(folder)
-    checkpoint = load_arrays(folder) if any(key != "00" for key in settings.methods) else None
+    manifest = artifacts.manifest_of(folder, entry.name)
+    checkpoint = load_arrays(folder) if settings.methods != ("00",) else None
+    heads = read_heads(folder, checkpoint[0], manifest) if checkpoint else Heads()
 
     @contextmanager
     def stock() -> Iterator[StockSteps]:
@@ -43,7 +45,7 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
         target = TinyTarget(config, tensors)
         drafter = None
         if checkpoint:
-            drafter = NumpyBlockDrafter(*checkpoint, target.embedding, target.embedding, target.max_positions)
+            drafter = NumpyBlockDrafter(*checkpoint, target.embedding, target.embedding, target.max_positions, heads)
 
         def path_logits(prompt_ids: Sequence[int]) -> LogitsOf:
             return lambda tokens: target.logits([*prompt_ids, *tokens])[len(prompt_ids) - 1 :]
@@ -59,7 +61,8 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
         stock=stock,
         build=build,
         target_facts=target_facts(entry, folder, settings, facts(config), tiny.TENSOR_FILE),
-        drafter_facts=drafter_facts(entry, folder, checkpoint[0]) if checkpoint else None,
+        drafter_facts=drafter_facts(entry, folder, checkpoint[0], heads, manifest) if checkpoint else None,
+        heads=heads,
         backend="numpy",
     )
 
