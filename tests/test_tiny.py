@@ -269,8 +269,10 @@ def test_its_own_defaults_are_beaten_by_flags_smoke_and_variables() -> None:
     ],
 )
 def test_what_numpy_alone_cannot_do_is_one_line(
-    words: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in cli.NUMPY_THREADS:
+        monkeypatch.setenv(name, "1")  # a run sets them: this puts them back
     assert cli.main(["--target", "tiny", "--output-dir", str(tmp_path), *words]) == 2
     assert sentence in capsys.readouterr().err
 
