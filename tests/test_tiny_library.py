@@ -92,7 +92,7 @@ def test_the_numpy_drafter_scores_as_the_block_drafter_does(tmp_path: Path, redu
 def test_of_equal_scores_the_lower_id_comes_first(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, CONFIG, dict(TrainableDrafter(CONFIG).state_dict()))
     config, tensors = load_arrays(tmp_path)
-    flat = NumpyBlockDrafter(config, tensors, np.ones((50, 32), np.float32), np.ones((50, 32), np.float32), 40)
+    flat = NumpyBlockDrafter(config, tensors, np.ones((50, 32), np.float32), np.zeros((50, 32), np.float32), 40)
     session = FixedFeatures(np.ones((3, 64), np.float32))
     session.limit = 3
     draft = flat.start(session, 40).draft([1, 2, 3, 4])

@@ -50,7 +50,7 @@ class Recipe:
     heads: int = 4
     kv_heads: int = 2
     positions: int = 160
-    target_steps: int = 320
+    target_steps: int = 800
     lines: int = 24
     target_rate: float = 4e-3
     opening_letters: tuple[int, ...] = (6, 15, 24)
@@ -58,7 +58,7 @@ class Recipe:
     answer_letters: int = 72
     drafter_layers: int = 1
     block_size: int = 4
-    drafter_steps: int = 240
+    drafter_steps: int = 300
     texts: int = 16
     anchors: int = 24
     drafter_rate: float = 4e-3
@@ -131,7 +131,8 @@ def target_config(recipe: Recipe) -> dict[str, Any]:
 def train_target(recipe: Recipe, lines: Sequence[str]) -> tuple[LlamaForCausalLM, float]:
     """The model and its mean loss over the last tenth of the steps."""
     torch.manual_seed(recipe.seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**target_config(recipe), "pad_token_id": None}))
+    started = {"pad_token_id": None, "initializer_range": recipe.hidden_size**-0.5}  # the library's 0.02 is for wide models
+    model = LlamaForCausalLM(LlamaConfig(**target_config(recipe), **started))
     rows = padded([[*tiny.encode(line), tiny.END] for line in lines])
     losses = []
     for batch in scheduled(model, recipe.target_steps, recipe.target_rate, recipe.warm_up, len(rows), recipe.lines):
