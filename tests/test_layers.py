@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "dflash_mini_lab"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "settings", "bootstrap_install"),
+    ("types", "settings", "files", "bootstrap_install"),
     ("scores", "paths", "artifacts", "catalog", "norms", "packed_linear", "rotary", "numpy_ops")
     + ("benchmark_file", "prompts", "bootstrap"),
     ("targets", "drafters", "methods"),

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.types import UserError
 
@@ -109,9 +110,7 @@ def write_manifest(
         "files": files,
         **({"facts": dict(facts)} if facts else {}),
     }
-    temporary = folder.parent / f".{folder.name}.{os.getpid()}.manifest"
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
     return path
 
 

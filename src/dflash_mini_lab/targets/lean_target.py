@@ -77,5 +77,4 @@ class LeanSession:
         decoder = self.target.decoder
         hidden, tapped = decoder.forward(self.target._ids(tokens), self.cache, self.taps)
         self.features.record([rows[0] for rows in tapped])
-        logits = decoder.logits(hidden[0, -1:] if last_only else hidden[0])
-        return logits[:, : self.target.vocabulary].argmax(dim=-1).tolist()
+        return decoder.greedy(hidden[0, -1:] if last_only else hidden[0], self.target.vocabulary).tolist()
