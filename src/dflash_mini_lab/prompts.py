@@ -43,7 +43,13 @@ def load_prompts(path: Path) -> list[Prompt]:
 
 
 def training_seeds(path: Path) -> Iterator[str]:
-    """Every seed of a training file: each group's patterns filled with each of its values."""
+    """Every seed of a training file: each group's patterns filled with each of its values. Of a plain text, every opening of
+    each line: a prompt that begins one has been seen."""
+    if path.suffix == ".txt":
+        for prompt in load_prompts(path):
+            words = prompt.text.split()
+            yield from (" ".join(words[:count]) for count in range(1, len(words) + 1))
+        return
     try:
         groups = json.loads(path.read_bytes().decode("utf-8-sig"))["groups"]
         for group in groups:

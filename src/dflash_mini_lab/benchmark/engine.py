@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_mini_lab.exactness import LogitsOf
 from dflash_mini_lab.types import Drafter, Heads, Target
@@ -36,7 +36,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Model:
-    """A target as its files describe it. `stock()` lends the library's own model, for references, peers and verdicts.
+    """A target as its files describe it. `stock()` lends the library's own model, for references, peers and verdicts; a target
+    that the library does not know lends its own StockSteps.
 
     `build(capacity)` makes the engine for sequences of up to `capacity` tokens. `block_size` is 1 without a drafter.
     """
@@ -53,3 +54,4 @@ class Model:
     heads: Heads = NO_HEADS
     """Those of the drafter: what a method may need is known before weights are read."""
     device: str = "cpu"
+    backend: Literal["torch", "numpy"] = "torch"

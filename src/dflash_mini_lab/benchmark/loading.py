@@ -25,10 +25,14 @@ def load_model(settings: Settings, say: Say) -> Model:
 
     Raises UserError for whatever cannot be had. With method 00 alone in `settings.methods`, no drafter is asked for.
     """
+    entry = resolve(settings.target)
+    if entry.backend == "numpy":
+        from dflash_mini_lab.benchmark.tiny import load_tiny
+
+        return load_tiny(settings, entry, say)
     from dflash_mini_lab.targets.loading import load_target
     from dflash_mini_lab.targets.weights import fetch
 
-    entry = resolve(settings.target)
     where = fetch(entry, settings.cache, say)
     folder = None
     if settings.methods != ("00",):
@@ -44,14 +48,14 @@ def load_model(settings: Settings, say: Say) -> Model:
 
             folder = prepare(settings)
     loaded = load_target(entry.name, where, settings.dtype, entry.prompt_format, settings.device)
-    facts = _target_facts(entry, where, settings, loaded.facts())
+    facts = target_facts(entry, where, settings, loaded.facts())
     if settings.device != "cpu":
         from dflash_mini_lab.measurement.gpu import require_memory
 
         require_memory(entry.name, facts["parameters"], settings.dtype)
     manifest = artifacts.manifest_of(folder, entry.name) if folder else None
     checkpoint = _read_drafter(folder)
-    heads = _read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
+    heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
     keep_stock = bool(settings.peers)
 
     @contextmanager
@@ -89,7 +93,7 @@ def load_model(settings: Settings, say: Say) -> Model:
         stock=stock,
         build=build,
         target_facts=facts,
-        drafter_facts=_drafter_facts(entry, folder, checkpoint[0], heads, manifest) if folder and checkpoint else None,
+        drafter_facts=drafter_facts(entry, folder, checkpoint[0], heads, manifest) if folder and checkpoint else None,
         heads=heads,
         device=settings.device,
     )
@@ -101,28 +105,32 @@ def _read_drafter(folder: Path | None) -> tuple[Any, dict[str, Any]] | None:
     return load_checkpoint(folder) if folder else None
 
 
-def _read_heads(folder: Path, config: Any, manifest: artifacts.Manifest | None) -> Heads:
+def read_heads(folder: Path, config: Any, manifest: artifacts.Manifest | None) -> Heads:
     """The heads that the manifest pins: a file that nothing has verified is not opened."""
     from dflash_mini_lab.drafters.heads import load_heads
 
     return load_heads(folder, config, [file.name for file in manifest.files] if manifest else ())
 
 
-def _target_facts(entry: Entry, where: Path, settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+def target_facts(
+    entry: Entry, where: Path, settings: Settings, facts: dict[str, Any], weights: str = "*.safetensors"
+) -> dict[str, Any]:
+    """The `target` entry of benchmark.json. `weights`: the files of its weights in the folder `where`."""
     return {
         "name": entry.name,
         "source": entry.source,
         "license": entry.license,
         **facts,
-        **weights_facts(where),
+        **weights_facts(where, weights),
         "dtype": settings.dtype,
         "device": settings.device,
     }
 
 
-def _drafter_facts(
+def drafter_facts(
     entry: Entry, folder: Path, config: Any, heads: Heads, manifest: artifacts.Manifest | None
 ) -> dict[str, Any]:
+    """The `drafter` entry of benchmark.json, with every file that the manifest pins."""
     from dflash_mini_lab.drafters.heads import head_facts
 
     files = manifest.files if manifest else ()
@@ -153,9 +161,9 @@ def _provenance(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def weights_facts(folder: Path) -> dict[str, Any]:
+def weights_facts(folder: Path, pattern: str = "*.safetensors") -> dict[str, Any]:
     """Parameters, bytes and digest of a folder's safetensors files; for several, the digest of their `name digest` lines."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob(pattern))
     if not files:
         raise UserError(f"{folder}: has no safetensors weights; the lab reads no pickled ones.")
     digests = {path.name: artifacts.sha256(path) for path in files}

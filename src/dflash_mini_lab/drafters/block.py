@@ -2,7 +2,7 @@
 
 Fused target features enter every layer as keys and values (arXiv 2602.06036). The context never contains the anchor's own
 feature, which does not exist yet; its keys and values are kept and grow by the kept rows of each round, the block's own are
-overwritten. Weights in the published layout (checkpoint.py); the embedding and the LM head are the target's, frozen.
+overwritten. Weights in the published layout (layout.py); the embedding and the LM head are the target's, frozen.
 """
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_mini_lab.crossings import Crossings
-from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
+from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan, stock_plan
 from dflash_mini_lab.rotary import interleaved_rows, rotate, rotation_table
-from dflash_mini_lab.types import Heads, JumpHead, Session, UserError
+from dflash_mini_lab.types import Heads, JumpHead, Session
 
 NO_HEADS = Heads()
 
@@ -123,7 +123,7 @@ class BlockDrafter:
         """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products; `known_plans`: the
         target's, which serve the shapes that both have; `heads`: as drafters/heads.py loads them for this config; `crossings`:
         the target's, where what crosses is counted together."""
-        _check_fit(config, embedding)
+        check_fit(config, *embedding.shape)
         dtype, device = embedding.dtype, embedding.device
         self.config, self.embedding, self.crossings = config, embedding, crossings or Crossings()
         self.taps, self.block_size, self.heads = config.taps, config.block_size, heads
@@ -267,13 +267,3 @@ def _context_weights(config: DrafterConfig, tensors: dict[str, Tensor]) -> Tenso
     keys = [tensors[f"layers.{index}.self_attn.k_proj.weight"][order] for index in range(config.layers)]
     values = [tensors[f"layers.{index}.self_attn.v_proj.weight"] for index in range(config.layers)]
     return torch.cat([*keys, *values])
-
-
-def _check_fit(config: DrafterConfig, embedding: Tensor) -> None:
-    vocabulary, hidden = embedding.shape
-    if config.hidden_size != hidden:
-        raise UserError(f"This drafter was made for a target of hidden size {config.hidden_size}; this one has {hidden}.")
-    if config.vocabulary != vocabulary:
-        raise UserError(f"This drafter was made for a vocabulary of {config.vocabulary}; this target has {vocabulary}.")
-    if not 0 <= config.mask_token_id < vocabulary:
-        raise UserError(f"The drafter's mask token {config.mask_token_id} is not a row of the {vocabulary}-row embedding.")

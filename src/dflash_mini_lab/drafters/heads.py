@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors import deserialize
 
-from dflash_mini_lab.drafters.checkpoint import DrafterConfig
+from dflash_mini_lab.drafters.layout import DrafterConfig
 from dflash_mini_lab.types import FusedHead, GapFit, Heads, JumpHead, MarkovHead, PairHead, PararealFit, UserError
 
 HEADS_FILE, PARAREAL_FILE, GAP_FILE = "heads.safetensors", "v12_parareal.json", "v14_simple_parareal.json"
 HEAD_FILES = (HEADS_FILE, PARAREAL_FILE, GAP_FILE)
 PARAREAL_FEATURES = 8
+NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1", "BOOL": "?"}
 
 Shape = tuple[str, ...]
 SHAPES: dict[str, dict[str, Shape]] = {
@@ -75,14 +75,22 @@ def load_heads(folder: Path, config: DrafterConfig, names: Collection[str] = HEA
     return Heads(**found)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """NumPy knows no bfloat16, which is the upper half of a float32: it is read as that."""
     try:
-        return load_file(path)
+        arrays = {}
+        for name, tensor in deserialize(path.read_bytes()):
+            if tensor["dtype"] == "BF16":
+                flat = (np.frombuffer(tensor["data"], "<u2").astype("<u4") << 16).view("<f4")
+            else:
+                flat = np.frombuffer(tensor["data"], NUMPY_TYPES[tensor["dtype"]])
+            arrays[name] = flat.reshape(tensor["shape"])
+        return arrays
     except Exception as error:  # safetensors raises its own type without a common base; any unreadable file is the user's news
         raise UserError(f"{path}: the drafter's heads cannot be read ({error}).") from error
 
 
-def read_group(path: Path, tensors: dict[str, Tensor], shapes: dict[str, Shape], config: DrafterConfig) -> list[np.ndarray]:
+def read_group(path: Path, tensors: dict[str, np.ndarray], shapes: dict[str, Shape], config: DrafterConfig) -> list[np.ndarray]:
     """The group's arrays in the table's order, which is that of its dataclass's fields."""
     sizes = {"V": config.vocabulary, "H": config.hidden_size, "S": config.block_size - 1, "1": 1}
     arrays = []
@@ -90,7 +98,7 @@ def read_group(path: Path, tensors: dict[str, Tensor], shapes: dict[str, Shape],
         if name not in tensors:
             raise UserError(f"{path}: tensor {name} is missing.")
         tensor = tensors[name]
-        if tensor.dim() == len(shape):
+        if tensor.ndim == len(shape):
             for size, letter in zip(tensor.shape, shape, strict=True):
                 if "+" not in letter:
                     sizes.setdefault(letter, size)
@@ -102,18 +110,18 @@ def read_group(path: Path, tensors: dict[str, Tensor], shapes: dict[str, Shape],
     return arrays
 
 
-def numbers(path: Path, name: str, tensor: Tensor) -> np.ndarray:
-    if not tensor.is_floating_point():
+def numbers(path: Path, name: str, tensor: np.ndarray) -> np.ndarray:
+    if not np.issubdtype(tensor.dtype, np.floating):
         raise UserError(f"{path}: tensor {name} holds {tensor.dtype}, not fractions.")
-    array = tensor.float().numpy()
+    array = tensor.astype(np.float32)
     if not np.isfinite(array).all():
         raise UserError(f"{path}: tensor {name} holds a value that is not finite.")
     return array
 
 
-def offsets(path: Path, name: str, tensor: Tensor) -> np.ndarray:
-    array = tensor.numpy().astype(np.int64)
-    if tensor.is_floating_point() or array[0] < 1 or (np.diff(array) < 1).any():
+def offsets(path: Path, name: str, tensor: np.ndarray) -> np.ndarray:
+    array = tensor.astype(np.int64)
+    if np.issubdtype(tensor.dtype, np.floating) or array[0] < 1 or (np.diff(array) < 1).any():
         raise UserError(f"{path}: tensor {name} does not hold ascending slots, counted from 1.")
     return array
 
