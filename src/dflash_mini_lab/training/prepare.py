@@ -1,7 +1,7 @@
 """`--prepare`: from nothing but the target to verified drafter artifacts. Every stage is kept on disk and can be resumed.
 
 1 prompts: the seeds, and user turns (chat) or texts (base) that the target samples itself; 2 answers: greedy, with features;
-3 training; 4 artifacts: checkpoint, provenance, log, manifest.
+3 the drafter; 4 artifacts: checkpoint, provenance, log, manifest; 5 heads beside the drafter, which stays as it is.
 """
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.loading import LoadedTarget, load_target
 from dflash_mini_lab.targets.weights import fetch
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary
+from dflash_mini_lab.training.heads import add_heads
 from dflash_mini_lab.training.prompts import hold_out, own_prompts, training_texts
-from dflash_mini_lab.training.recipe import DATA_SHARE, RECIPES, Recipe, choose_mask_token, drafter_config
+from dflash_mini_lab.training.recipe import DATA_SHARE, HEADS_SHARE, RECIPES, Recipe, choose_mask_token, drafter_config
 from dflash_mini_lab.training.shards import Sequence, read_sequences, write_shard
 from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
 from dflash_mini_lab.training.train import LOG_FILE, RealLoop, train_drafter
@@ -97,7 +98,7 @@ def prepare(settings: Settings) -> Path:
         draft_to_target,
         training,
         held_out,
-        recipe.minutes * 60 * (1 - DATA_SHARE),
+        recipe.minutes * 60 * (1 - DATA_SHARE - HEADS_SHARE),
         work,
         real_loop(real, tensors, held_out),
         start,
@@ -115,6 +116,7 @@ def prepare(settings: Settings) -> Path:
         "last_look": look,
     }
     write_artifacts(folder, entry.name, config, checkpoint, provenance, work / LOG_FILE)
+    add_heads(folder, training, held_out, tensors, recipe, recipe.minutes * 60 * HEADS_SHARE, work)
     reached = [look[name] or "not measured, too few answers" for name in ("held_out_tau", "real_loop_tau")]
     say(f"Held-out acceptance length τ {reached[0]}, in the real loop {reached[1]}. Artifacts: {folder}")
     return folder

@@ -7,8 +7,8 @@ from typing import Any
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig
 from dflash_mini_lab.types import UserError
 
-DATA_SHARE = 0.4
-"""Share of the preparation time that goes into teacher data; the rest trains."""
+DATA_SHARE, HEADS_SHARE = 0.4, 0.1
+"""Shares of the preparation time that go into teacher data and into the heads; the rest trains the drafter."""
 
 
 @dataclass(frozen=True)
