@@ -27,7 +27,7 @@ from dflash_mini_lab.exactness import Reference, reference_greedy, stock_logits
 from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.measurement.step_log import columns, tau
 from dflash_mini_lab.methods import METHODS
-from dflash_mini_lab.prompts import Prompt, refuse_overlap, training_texts
+from dflash_mini_lab.prompts import Prompt, refuse_overlap, training_seeds
 from dflash_mini_lab.settings import Settings, resolve
 from dflash_mini_lab.targets import tiny, tiny_reference
 from dflash_mini_lab.targets.tiny import TinyConfig, tensor_shapes
@@ -246,7 +246,7 @@ def test_a_prompt_that_begins_a_line_of_the_text_is_refused(tmp_path: Path) -> N
     own.write_text("the BAKER gets up, at")
     with pytest.raises(UserError, match="'prompt-1' is also a training seed"):
         choose_prompts(settings(prompts=str(own)))
-    refuse_overlap([Prompt("x", "own", "The baker gets up late")], [], training_texts(TEXT))
+    refuse_overlap([Prompt("x", "own", "The baker gets up late")], [], training_seeds(TEXT))
 
 
 # The command.

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dflash_mini_lab import artifacts
 from dflash_mini_lab.catalog import TARGETS
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig, save_checkpoint, save_tensors
-from dflash_mini_lab.prompts import load_prompts, refuse_overlap, training_texts
+from dflash_mini_lab.prompts import load_prompts, refuse_overlap, training_seeds
 from dflash_mini_lab.targets import tiny
 from dflash_mini_lab.training.model import TrainableDrafter
 
@@ -102,7 +102,7 @@ def held_out_lines() -> list[str]:
     entry = TARGETS[NAME]
     folder = ROOT / entry.prompts
     measured, calibration = (load_prompts(folder / name) for name in ("prompts.json", "calibration_prompts.json"))
-    refuse_overlap(measured, calibration, training_texts(folder / entry.training_texts))
+    refuse_overlap(measured, calibration, training_seeds(folder / entry.training_texts))
     return [line for line in (folder / entry.training_texts).read_text(encoding="utf-8").splitlines() if line]
 
 

@@ -46,7 +46,7 @@ def run_benchmark(settings: Settings, argv: Sequence[str]) -> int:
     model = load_model(settings, say)
     settings = replace(settings, methods=choose_methods(settings.methods, model, say))
     energy, clock = find_energy(model.device), clock_for(model.device)
-    with device_memory_to_user_error():
+    with nullcontext() if model.device == "cpu" else device_memory_to_user_error():
         return measure(settings, argv, model, prompts, calibration_prompts, clock, energy=energy)
 
 
