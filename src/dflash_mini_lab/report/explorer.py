@@ -31,9 +31,9 @@ WORK = {
 """Method key → its guidance work, as docs/methods.md has it (a test compares the two)."""
 WORK_LETTERS = "S slots, K candidates a slot, r the rank of a head, J jump offsets, R rounds of correction"
 PAIRS = (
-    ("10", "13", "the same draws: 10 searches all logits on the host, 13 takes two candidates a slot from where the logits are"),
-    ("12", "14", "the whole correction of all candidates, and its three-number simplification"),
-    ("01", "08", "the whole block, and the block cut where the drafter is unsure"),
+    ("10", "13", "One policy: 10 searches all logits on the host, 13 has two candidates a slot found where the logits are."),
+    ("12", "14", "A learned correction of every candidate's score, and its simplification to one switch by three numbers."),
+    ("01", "08", "The whole block, and the block cut where the drafter is unsure."),
 )
 CONTEXT = 70
 """Characters of the answer shown before a round's own tokens."""
@@ -85,7 +85,7 @@ def _method(arm: dict[str, Any], entry: dict[str, Any], texts: Mapping[str, str]
     return {
         "key": key,
         "name": arm.get("name") or key,
-        "summary": arm.get("summary") or "",
+        "summary": _as_sentence(str(arm.get("summary") or "")),
         "settings": ", ".join(f"{name} = {plain(value)}" for name, value in settings.items()) or "no settings",
         "width": plain(arm.get("verify_width")),
         "work": WORK.get(key, ""),
@@ -93,6 +93,10 @@ def _method(arm: dict[str, Any], entry: dict[str, Any], texts: Mapping[str, str]
         "exact": bool(entry.get("exact")),
         "rounds": rounds,
     }
+
+
+def _as_sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') or not words else '.'}"
 
 
 def _kept(rounds: int, of: Any) -> str:
