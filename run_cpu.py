@@ -14,5 +14,5 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "src
 from dflash_mini_lab import bootstrap, cli
 
 if __name__ == "__main__":
-    cli.parse(sys.argv[1:])  # --help and mistakes are answered at once, before anything is installed.
-    sys.exit(bootstrap.launch(__file__, ["requirements-cpu.txt"], cli.main))
+    settings = cli.parse(sys.argv[1:])  # --help and mistakes are answered at once, before anything is installed.
+    sys.exit(bootstrap.launch(__file__, [cli.requirements(settings)], cli.main))

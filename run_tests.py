@@ -19,7 +19,10 @@ def check(argv):  # type: (list[str]) -> int
     """Runs every check even when an earlier one fails; the exit status is the first failure's."""
     import subprocess
 
-    commands = [["ruff", "check", "."], ["mypy"], ["pytest"] + [word for word in argv if word != "--no-bootstrap"]]
+    # One test a core, each with one thread: the tests' models are too small to share.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    spread = ["-n", "auto", "--dist", "worksteal", "--durations", "15"]
+    commands = [["ruff", "check", "."], ["mypy"], ["pytest"] + spread + [word for word in argv if word != "--no-bootstrap"]]
     failures = []
     for command in commands:
         print("$ " + " ".join(command), flush=True)

@@ -3,60 +3,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from tests.tables import NEVER, Table, contexts, every_slot_has_a_candidate, propose, random_tables, slots_with_margins, table
 
 from dflash_mini_lab.methods import METHODS, by_key
-from dflash_mini_lab.types import Proposal
 
 BOLTZMANN, ADVANCED, MINOP = by_key("06"), by_key("10"), by_key("13")
-NEVER = -30.0
-"""A logit that no draw at these temperatures can reach."""
-
-
-@dataclass
-class Table:
-    """A draft from its logits `[S, V]`; `ids [V]` as a reduced draft vocabulary has them."""
-
-    rows: np.ndarray
-    ids: np.ndarray
-    committed: Sequence[int] = (4, 5, 6)
-
-    @property
-    def anchor(self) -> int:
-        return self.committed[-1]
-
-    @property
-    def slots(self) -> int:
-        return len(self.rows)
-
-    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        order = np.argsort(-self.rows, axis=1, kind="stable")[:, :k]
-        return self.ids[order], np.take_along_axis(self.rows, order, 1)
-
-    def logits(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.rows, self.ids
-
-
-def table(rows: object, committed: Sequence[int] = (4, 5, 6)) -> Table:
-    logits = np.array(rows, dtype=np.float32)
-    return Table(logits, 100 + 10 * np.arange(logits.shape[1]), committed)
-
-
-def propose(method, draft: Table, **settings: float) -> Proposal:
-    return method.select(draft, {**method.settings, **settings})
-
-
-def slots_with_margins(*values: float, committed: Sequence[int] = (4, 5, 6)) -> Table:
-    """Per slot the best token is 100, the second 110, the third out of reach."""
-    return table([[margin, 0.0, NEVER] for margin in values], committed)
-
-
-def contexts(count: int) -> list[list[int]]:
-    order = np.random.default_rng(7)
-    return [order.integers(0, 50_000, 12).tolist() for _ in range(count)]
 
 
 def share(method, row: list[float], token: int, drafts: int = 400, slots: int = 50, **settings: float) -> tuple[float, int]:
@@ -176,24 +130,6 @@ def test_a_hotter_draw_only_adds_second_choices() -> None:
 
 
 # All three
-
-
-def random_tables(count: int, slots: Sequence[int] = range(1, 16)) -> list[Table]:
-    """Random logits, smooth, with many ties, all equal, or with -inf in most places; ids out of a larger vocabulary."""
-    order = np.random.default_rng(3)
-    drafts = []
-    for number in range(count):
-        shape = (slots[number % len(slots)], int(order.integers(2, 30)))
-        smooth = order.normal(0.0, order.choice([0.05, 1.0, 10.0]), shape)
-        sparse = np.where(order.random(shape) < 0.8, -np.inf, smooth)
-        logits = (smooth, order.integers(0, 3, shape), np.zeros(shape), sparse)[number % 4]
-        ids = np.sort(order.choice(50_000, shape[1], replace=False))
-        drafts.append(Table(logits.astype(np.float32), ids, order.integers(0, 50_000, int(order.integers(1, 50))).tolist()))
-    return drafts
-
-
-def every_slot_has_a_candidate(draft: Table) -> bool:
-    return bool(np.isfinite(draft.rows).any(axis=1).all())
 
 
 @pytest.mark.parametrize("method", [BOLTZMANN, ADVANCED, MINOP], ids=lambda method: method.slug)

@@ -221,6 +221,13 @@ def test_a_line_that_is_no_pin_is_named(tmp_path: Path, line: str) -> None:
         pins([write(tmp_path / "r.txt", "b==1\n" + line)])
 
 
+def test_a_list_of_bare_names_takes_its_versions_from_another_file(tmp_path: Path) -> None:
+    write(tmp_path / "all.txt", 'a==1 ; python_version < "3.10"\na==2 ; python_version >= "3.10"\nb==3\n')
+    assert pins([write(tmp_path / "few.txt", "-c all.txt\na\n")]) == {"a": "2"}
+    with pytest.raises(BootstrapError, match=r"few.txt line 2 is not a pin"):
+        pins([write(tmp_path / "few.txt", "-c all.txt\nc\n")])
+
+
 def test_a_local_build_meets_its_pin_and_another_version_does_not(tmp_path: Path) -> None:
     (tmp_path / "torch-2.13.0+cpu.dist-info").mkdir()
     (tmp_path / "torch-2.13.0+cpu.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n")

@@ -125,7 +125,7 @@ def test_candidates_of_equal_score_come_in_the_order_of_their_columns() -> None:
     """As the first choice alone does, and a search through the full logits: or two methods would differ by a tie."""
     embedding, _ = target_tables()
     drafter = BlockDrafter(CONFIG, dict(trained_looking_model().state_dict()), embedding, embedding[:1].repeat(50, 1), 64, False)
-    draft = BlockDraft(drafter, [10], torch.ones(3, HIDDEN))
+    draft = BlockDraft(drafter.start(FixedFeatures(torch.ones(0, HIDDEN)), 64), [10], torch.ones(3, HIDDEN))
     for k in (1, VOCABULARY, VOCABULARY + 5):
         assert draft.top(k)[0].tolist() == [list(range(min(k, VOCABULARY)))] * 3
 

@@ -10,9 +10,9 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "dflash_mini_lab"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "settings", "bootstrap_install"),
-    ("scores", "paths", "artifacts", "catalog", "norms", "packed_linear", "rotary", "crossings", "benchmark_file", "prompts",
-     "bootstrap", "bootstrap_gpu"),
+    ("types", "settings", "files", "bootstrap_install"),
+    ("scores", "paths", "artifacts", "catalog", "norms", "packed_linear", "rotary", "numpy_ops", "crossings")
+    + ("benchmark_file", "prompts", "bootstrap", "bootstrap_gpu"),
     ("targets", "drafters", "methods"),
     ("decoding", "measurement"),
     ("exactness",),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_mini_lab.benchmark.run import PROMPT_FOLDER, choose_prompts
-from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_texts
+from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_seeds
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.types import UserError
 
@@ -88,7 +88,7 @@ def test_sets_without_an_overlap_pass() -> None:
 def test_training_seeds_are_patterns_times_values(tmp_path: Path) -> None:
     seeds = {"groups": [{"patterns": ["What is {x}?", "Draw {x}."], "values": ["a kite", "a boat"]}]}
     path = written(tmp_path, json.dumps(seeds).encode(), "seeds.json")
-    assert sorted(training_texts(path)) == ["Draw a boat.", "Draw a kite.", "What is a boat?", "What is a kite?"]
+    assert sorted(training_seeds(path)) == ["Draw a boat.", "Draw a kite.", "What is a boat?", "What is a kite?"]
 
 
 def test_a_prompt_that_leaves_no_room_is_named() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.training import train
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks, target_to_draft
-from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted
+from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, teacher_cross_entropy
 from dflash_mini_lab.training.prepare import refuse_other_work
+from dflash_mini_lab.training.prompts import hold_out, training_texts
 from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, spread_taps
-from dflash_mini_lab.training.shards import Sequence, read_features, read_sequences, split, write_shard
+from dflash_mini_lab.training.shards import Sequence, read_features, read_sequences, write_shard
 from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
 from dflash_mini_lab.training.train import learning_rate_share, train_drafter
 from dflash_mini_lab.types import UserError
@@ -85,13 +87,32 @@ def test_blocks_are_cut_inside_answers_and_label_what_follows_the_anchor(tmp_pat
             assert labels.tolist() == after + [UNTRAINED] * (4 - len(after))
 
 
-def test_the_same_prompt_is_never_on_both_sides_of_the_split(tmp_path: Path) -> None:
-    twice = sequence_on_disk(tmp_path) * 2
-    training, held_out = split(twice, 0.4)
-    sides = [{tuple(s.tokens[: s.prompt_length].tolist()) for s in side} for side in (training, held_out)]
-    assert sides[0]
-    assert sides[1]
-    assert not sides[0] & sides[1]
+def test_each_slot_s_teacher_row_is_the_one_its_label_was_chosen_from(tmp_path: Path) -> None:
+    blocks = cut_blocks(sequence_on_disk(tmp_path)[:3], 50, 5, torch.Generator().manual_seed(0))
+    inside = blocks.labels != UNTRAINED
+    assert torch.equal(blocks.likely_ids[..., 0][inside], blocks.labels[inside])
+    assert (blocks.likely.diff(dim=-1) <= 0).all()
+    assert blocks.likely.sum(-1).max() <= 1.01
+
+
+def test_held_out_prompts_are_trained_on_in_no_form(tmp_path: Path) -> None:
+    own = {f"{'long ' * (number % 3)}question {number}": [0] * (3 + number % 3) for number in range(96)}
+    held_out = hold_out(own, 10)
+    assert len(held_out) == 10
+    kept = [text for text in own if text not in held_out]
+    seeds = tmp_path / "seeds.json"
+    seeds.write_text(json.dumps({"groups": [], "around_own_prompts": ["Answer: {x}!"]}), encoding="utf-8")
+    texts = training_texts(kept, True, seeds, 0)
+    assert sorted(texts) == sorted([*kept, *(f"Answer: {text}!" for text in kept)])
+    assert training_texts(kept, False, seeds, 0) == kept
+
+
+def test_seeds_are_at_most_half_as_many_as_own_prompts(tmp_path: Path) -> None:
+    seeds = tmp_path / "seeds.json"
+    groups = [{"patterns": ["{x}?"], "values": [str(number) for number in range(3000)]}]
+    seeds.write_text(json.dumps({"groups": groups, "around_own_prompts": []}), encoding="utf-8")
+    assert len(training_texts([f"own {n}" for n in range(4000)], True, seeds, 0)) == 6000
+    assert len(training_texts([], True, seeds, 0)) == 1000
 
 
 def test_the_draft_vocabulary_holds_the_most_frequent_answer_tokens(tmp_path: Path) -> None:
@@ -107,6 +128,9 @@ def test_the_draft_vocabulary_holds_the_most_frequent_answer_tokens(tmp_path: Pa
 def test_weights_and_accepted_lengths_by_hand() -> None:
     weights = dpace_weights(torch.tensor([[1.0, 0.0]]), alpha=0.5)
     torch.testing.assert_close(weights, torch.tensor([[1.5, 0.5]]))
+    logs = torch.tensor([[[0.5, 0.3, 0.2]]]).log()
+    soft = teacher_cross_entropy(logs, torch.tensor([[[0, 2, UNTRAINED]]]), torch.tensor([[[0.6, 0.3, 0.1]]]))
+    torch.testing.assert_close(soft, -(0.6 * torch.tensor([[0.5]]).log() + 0.3 * torch.tensor([[0.2]]).log()))
     assert expected_accepted(torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()).tolist() == [2, 0, 4]
 
 
@@ -133,8 +157,9 @@ def test_a_drafter_learns_and_an_interrupted_training_goes_on(tmp_path: Path) ->
     vocabulary = choose_draft_vocabulary(sequences, 61, 61)
 
     def trained(seconds: float) -> tuple[dict, dict]:
-        recipe = replace(TINY, learning_rate=3e-3)
-        return train_drafter(config, recipe, tables, vocabulary, sequences, sequences, seconds, tmp_path)
+        recipe = replace(TINY, learning_rate=3e-3, teacher_share=0.0)  # a random target has no distribution worth learning
+        clock = (tick / 50 for tick in count())  # fifty steps a second, whatever the machine is doing
+        return train_drafter(config, recipe, tables, vocabulary, sequences, sequences, seconds, tmp_path, now=clock.__next__)
 
     _, first = trained(1.0)
     tensors, second = trained(4.0)
@@ -143,6 +168,12 @@ def test_a_drafter_learns_and_an_interrupted_training_goes_on(tmp_path: Path) ->
     assert second["held_out_tau"] > first["held_out_tau"]
     assert second["held_out_tau"] > 1.5, "these answers were trained on, so they must be predictable"
     assert DRAFT_TO_TARGET in tensors
+
+    recipe = replace(TINY, learning_rate=1e-6)
+    other = tmp_path / "other"
+    other.mkdir()
+    _, again = train_drafter(config, recipe, tables, vocabulary, sequences, sequences, 0.3, other, start=tensors)
+    assert again["held_out_tau"] == pytest.approx(second["held_out_tau"], abs=0.1), "it goes on from the drafter it was given"
 
 
 class Tokens:

@@ -260,6 +260,7 @@ def test_only_what_a_run_needs_enters_the_image() -> None:
     assert {line[1:] for line in rules if line.startswith("!")} == {
         "requirements-cpu.txt",
         "requirements-gpu.txt",
+        "requirements-tiny.txt",
         "run_cpu.py",
         "run_gpu.py",
         "src",

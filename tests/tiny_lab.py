@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dflash_mini_lab.prompts import Prompt
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.lean_target import LeanTarget
+from dflash_mini_lab.types import Heads
 
 torch.set_num_threads(1)  # products this small are slower on two, and far slower beside other tests
 VOCABULARY, POSITIONS, BLOCK = 67, 96, 4
@@ -96,8 +97,9 @@ class KnowingDrafter:
     wrong_every: int = 3
     block_size: int = BLOCK
     taps: tuple[int, ...] = (0,)
+    heads: Heads = field(default_factory=Heads)
 
-    def start(self, session: Any, capacity: int) -> KnowingDrafter:
+    def start(self, session: Any, capacity: int, needs: Sequence[str] = ()) -> KnowingDrafter:
         return self
 
     def draft(self, committed: Sequence[int]) -> TableDraft:

@@ -7,20 +7,22 @@ from functools import cache, partial
 
 import numpy as np
 import torch
+from tests.tables import random_heads
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from dflash_mini_lab.targets.captured_target import CapturedTarget
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryTarget
+from dflash_mini_lab.types import Heads
 
-VOCABULARY = 61
+VOCABULARY, HIDDEN = 61, 32
 POSITIONS = 160
 FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
 TAPS = (0, 2)
 _SHAPE = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 32,
+    "hidden_size": HIDDEN,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -92,8 +94,9 @@ def _plain_greedy(family: str, prompt: tuple[int, ...], budget: int) -> list[int
 
 
 class ScriptedDraft:
-    def __init__(self, committed: Sequence[int], tokens: Sequence[int]) -> None:
+    def __init__(self, committed: Sequence[int], tokens: Sequence[int], heads: Heads) -> None:
         self.committed, self.anchor, self.slots, self._tokens = committed, committed[-1], len(tokens), tokens
+        self.heads, self._order = heads, np.random.default_rng(len(committed))
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         logits, _ = self.logits()
@@ -106,6 +109,24 @@ class ScriptedDraft:
         rank = (ids - tokens) % VOCABULARY
         return np.where(rank == 0, np.where(tokens % 2, 0.01, 1.0), 1.0 - rank).astype(np.float32), ids
 
+    def context(self) -> np.ndarray:
+        return self._normal(HIDDEN)
+
+    def states(self) -> np.ndarray:
+        return self._normal(self.slots, HIDDEN)
+
+    def jump(self, ids: np.ndarray) -> np.ndarray:
+        return self._normal(*ids.shape)
+
+    def embeddings(self, ids: np.ndarray) -> np.ndarray:
+        return self._normal(*ids.shape, HIDDEN)
+
+    def prefix_embedding(self) -> np.ndarray:
+        return self._normal(HIDDEN)
+
+    def _normal(self, *shape: int) -> np.ndarray:
+        return self._order.normal(size=shape).astype(np.float32)
+
 
 class ScriptedDrafter:
     """Drafts from the known answer. `kind`: `right`, `wrong`, or `random` (each slot right with probability 0.6)."""
@@ -114,9 +135,10 @@ class ScriptedDrafter:
 
     def __init__(self, kind: str, prompt_length: int, answer: Sequence[int], block_size: int, seed: int = 0) -> None:
         self.kind, self.block_size, self.features_read = kind, block_size, 0
+        self.heads = random_heads(VOCABULARY, HIDDEN, block_size - 1, seed=seed)
         self._prompt_length, self._answer, self._order = prompt_length, [*answer, *[5] * block_size], random.Random(seed)
 
-    def start(self, session, capacity: int) -> ScriptedDrafter:
+    def start(self, session, capacity: int, needs: Sequence[str] = ()) -> ScriptedDrafter:
         self._session, self.features_read = session, 0
         return self
 
@@ -124,14 +146,14 @@ class ScriptedDrafter:
         features = self._session.take_features()
         self.features_read += len(features)
         assert self.features_read == len(committed) - 1, "the context must end right before the anchor"
-        assert features.shape[1] == len(TAPS) * 32
+        assert features.shape[1] == len(TAPS) * HIDDEN
         done = len(committed) - self._prompt_length
         tokens = self._answer[done : done + self.block_size - 1]
         if self.kind == "wrong":
             tokens = [(token + 1) % VOCABULARY for token in tokens]
         elif self.kind == "random":
             tokens = [token if self._order.random() < 0.6 else (token + 1) % VOCABULARY for token in tokens]
-        return ScriptedDraft(committed, tokens)
+        return ScriptedDraft(committed, tokens, self.heads)
 
 
 class TickingClock:

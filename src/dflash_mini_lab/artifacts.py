@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.types import UserError
 
@@ -109,9 +110,7 @@ def write_manifest(
         "files": files,
         **({"facts": dict(facts)} if facts else {}),
     }
-    temporary = folder.parent / f".{folder.name}.{os.getpid()}.manifest"
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
     return path
 
 
@@ -177,6 +176,14 @@ def locate(settings: Settings, target: str, say: Say, repository: Path = REPOSIT
     prepared = prepared_folder(settings.cache, target)
     if (prepared / MANIFEST).is_file():
         return verified(prepared, read_for(prepared / MANIFEST, target), "run --prepare again.")
+    return None
+
+
+def manifest_of(folder: Path, target: str, repository: Path = REPOSITORY) -> Manifest | None:
+    """The manifest that `folder`, as `locate` found it, was verified by: its own, or the repository's."""
+    for path in (folder / MANIFEST, repository / target / MANIFEST):
+        if path.is_file():
+            return read_for(path, target)
     return None
 
 

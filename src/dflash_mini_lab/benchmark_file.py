@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dflash_mini_lab.files import replacing
 from dflash_mini_lab.types import UserError
 
 SCHEMA_VERSION = 1
@@ -51,13 +52,7 @@ def write(path: Path, benchmark: Benchmark) -> None:
     Raises ValueError for a NaN or an infinity: no metric of this lab is one.
     """
     text = json.dumps(benchmark, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # beside it: a rename across file systems is a copy
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -119,12 +119,22 @@ def fail(sentence: str) -> int:
 
 
 def pins(files: Sequence[Path]) -> dict[str, str]:
-    """Name → version of the pins that apply to this Python. Raises BootstrapError for a line it does not understand."""
+    """Name → version of the pins that apply to this Python. `-c FILE` takes the versions of bare names from the pins there.
+
+    Raises BootstrapError for a line it does not understand.
+    """
     found = {}
     for file in files:
+        elsewhere: dict[str, str] = {}
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             text = line.split("#")[0].strip()
             if not text:
+                continue
+            if text.startswith("-c "):
+                elsewhere |= pins([file.with_name(text[3:].strip())])
+                continue
+            if text in elsewhere:
+                found[text] = elsewhere[text]
                 continue
             pin = PIN.fullmatch(text)
             if pin is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dflash_mini_lab.settings import TINY_TARGET
 from dflash_mini_lab.types import UserError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -36,7 +37,8 @@ class Entry:
 
     name: str
     """Names its folders under `artifacts/` and in the cache: letters, digits, dots and dashes only."""
-    kind: Literal["embedded", "hub", "folder"]
+    kind: Literal["embedded", "hub", "folder", "repository"]
+    """`repository`: weights and drafter lie in `artifacts/` together, pinned by one manifest."""
     source: str
     """What `from_pretrained` takes: a hub id or a folder; for an embedded target the wheel, for people to read."""
     license: str | None
@@ -44,6 +46,11 @@ class Entry:
     prompt_format: Literal["chat", "plain"] | None
     """None: chat if the tokenizer has a chat template."""
     wheel: Wheel | None = None
+    backend: Literal["torch", "numpy"] = "torch"
+    prompts: str = "benchmarks"
+    """Folder, from the repository's root, of its prompts, its calibration prompts and its training texts."""
+    training_texts: str = "train_seeds.json"
+    """The file in that folder that no prompt may come from."""
 
 
 TARGETS: dict[str, Entry] = {
@@ -75,6 +82,16 @@ TARGETS: dict[str, Entry] = {
             source="Qwen/Qwen3-0.6B-Base",
             license="Apache-2.0",
             prompt_format="plain",
+        ),
+        Entry(
+            name=TINY_TARGET,
+            kind="repository",
+            source="artifacts/tiny, made by tools/build_tiny.py",
+            license="MIT",
+            prompt_format="plain",
+            backend="numpy",
+            prompts="benchmarks/tiny",
+            training_texts="text.txt",
         ),
     )
 }

@@ -18,6 +18,7 @@ from dflash_mini_lab.settings import (
     CPU,
     DEFAULT_TARGET,
     GPU,
+    TINY_TARGET,
     CompareSettings,
     Option,
     Runner,
@@ -30,6 +31,7 @@ from dflash_mini_lab.settings import (
 EPILOG = f"""examples (run_cpu.py measures on the CPU, run_gpu.py on a CUDA GPU):
   python run_cpu.py                                the default study: {DEFAULT_TARGET}, PyPI is all it needs
   python run_cpu.py --smoke                        the same in miniature
+  python run_cpu.py --target {TINY_TARGET}                  a two-layer reference in NumPy: everything in a minute
   python run_cpu.py --target {CANONICAL_TARGET}           the canonical study
   python run_cpu.py --methods 00,01 --peers generate,prompt-lookup
   python run_cpu.py --target ./my-model --prepare --prepare-minutes 60
@@ -45,6 +47,7 @@ environment:
 exit status: 0 well; 2 usage or environment; 3 the output was not proved unchanged; 130 interrupted"""
 
 
+NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -128,7 +131,20 @@ def main(argv: Sequence[str], runner: Runner = CPU) -> int:
     return with_exit_status(lambda: compare(settings) if isinstance(settings, CompareSettings) else run(settings, argv))
 
 
+def requirements(settings: Settings | CompareSettings) -> str:
+    """The file of the packages that this command needs."""
+    tiny = isinstance(settings, Settings) and settings.target == TINY_TARGET
+    return "requirements-tiny.txt" if tiny else "requirements-cpu.txt"
+
+
+def limit_numpy_threads(settings: Settings) -> None:
+    """NumPy reads its number of threads when it is loaded and cannot be told later, so this comes before anything loads it."""
+    if settings.target == TINY_TARGET:
+        os.environ.update(dict.fromkeys(NUMPY_THREADS, str(settings.cpu_threads or 1)))
+
+
 def run(settings: Settings, argv: Sequence[str]) -> int:
+    limit_numpy_threads(settings)
     if settings.device != "cpu":
         from dflash_mini_lab.measurement.gpu import check
 
@@ -167,6 +183,8 @@ def compare(settings: CompareSettings) -> int:
 
 
 def prepare(settings: Settings) -> int:
+    if settings.target == TINY_TARGET:
+        return fail(f"{TINY_TARGET} is not prepared, it is built: python tools/build_tiny.py")
     from dflash_mini_lab.training.prepare import prepare as train
 
     folder = train(settings)
@@ -180,18 +198,22 @@ def download(settings: Settings) -> int:
     from dflash_mini_lab.targets.weights import fetch
 
     entry = resolve(settings.target)
-    say(f"The model is in {fetch(entry, settings.cache, say)}")
+    if entry.kind != "repository":
+        say(f"The model is in {fetch(entry, settings.cache, say)}")
     artifacts = locate(settings, entry.name, say)
     say(f"The drafter is in {artifacts}" if artifacts else "No drafter is published for this target: a run will train one first.")
     return 0
 
 
 def with_known_methods(settings: Settings) -> Settings:
-    """Methods as keys in the table's order, method 00 always first. Raises UserError that lists the known ones."""
+    """Methods as keys in the table's order, method 00 always first; none stays none, which is every one that can run.
+
+    Raises UserError that lists the known ones.
+    """
     from dflash_mini_lab.methods import METHODS, by_key
 
-    asked = {by_key(word).key for word in settings.methods} or {method.key for method in METHODS}
-    return replace(settings, methods=tuple(method.key for method in METHODS if method.key in asked | {"00"}))
+    asked = {by_key(word).key for word in settings.methods}
+    return replace(settings, methods=tuple(method.key for method in METHODS if asked and method.key in asked | {"00"}))
 
 
 def announce(settings: Settings) -> None:

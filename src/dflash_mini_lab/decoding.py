@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dflash_mini_lab.types import Clock, Decoded, Drafter, DrafterSession, Method, Proposal, Session, Step, Target, UserError
+from dflash_mini_lab.types import (
+    Clock,
+    Decoded,
+    Drafter,
+    DrafterSession,
+    Heads,
+    Method,
+    Proposal,
+    Session,
+    Step,
+    Target,
+    UserError,
+)
 
 
 def decode(
@@ -24,7 +36,7 @@ def decode(
 
     The drafter always drafts its whole block, as it was trained; `verify_width` W (anchor included; default the block size)
     then caps the proposal at W - 1 tokens. Near the budget and near the context's end it shrinks to what can be committed.
-    Raises UserError for a prompt that is empty or leaves no room for a token, and for a drafting method without a drafter.
+    Raises UserError for a prompt that is empty or leaves no room for a token, and for a method without its drafter or heads.
     """
     if not prompt_ids:
         raise UserError("The prompt is empty: there is nothing to continue.")
@@ -34,6 +46,8 @@ def decode(
         raise UserError(f"The prompt has {len(prompt_ids)} tokens; this target takes at most {target.max_positions - 1}.")
     if method.select is not None and drafter is None:
         raise UserError(f"Method {method.key} {method.name} needs a drafter, and this target has none: run with --prepare first.")
+    if drafter is not None:
+        refuse_without_heads(method, drafter.heads)
 
     settings = method.settings if settings is None else settings
     slots = 0
@@ -44,7 +58,7 @@ def decode(
     started = clock.now()
     session = target.start(prompt_ids, capacity, drafter.taps if drafter is not None and slots else None)
     tokens = [session.prefill()]
-    drafting = drafter.start(session, capacity) if drafter is not None and slots else None
+    drafting = drafter.start(session, capacity, method.needs) if drafter is not None and slots else None
     now = clock.now()
     prefill_seconds = now - started
 
@@ -58,6 +72,17 @@ def decode(
         committed += new
     finish = "stop" if tokens[-1] in target.stop_ids else "budget" if len(tokens) >= budget else "context"
     return Decoded(tuple(tokens), finish, prefill_seconds, tuple(steps))
+
+
+def refuse_without_heads(method: Method, heads: Heads) -> None:
+    """Raises UserError, one sentence, where `heads` lack what the method needs."""
+    lacking = [name for name in method.needs if name not in heads.present]
+    if lacking:
+        what = f"the {' and the '.join(lacking)} head{'s' if len(lacking) > 1 else ''}"
+        raise UserError(
+            f"Method {method.key} {method.name} needs {what}, which this drafter has not: train it with --prepare, "
+            "or leave the method out."
+        )
 
 
 def _round(

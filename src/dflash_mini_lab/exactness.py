@@ -1,13 +1,14 @@
 """The exactness gate: an independent greedy reference, the first place where an answer leaves it, and what to think of that.
 
 Independence is the point. The reference runs the stock transformers model on its stock layers and its stock cache, in a loop
-of its own; the lab's decode loop, targets and packed products may not enter this file.
+of its own; the lab's decode loop, targets and packed products may not enter this file. A target that transformers does not
+know brings stock steps of its own, which share no arithmetic with it.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -16,6 +17,14 @@ TIE_FACTOR = 2.0
 
 LogitsOf = Callable[[Sequence[int]], np.ndarray]
 """Logits of one path: `n` new tokens → `[n + 1, vocabulary]`, row i being the distribution after the prompt and `i` of them."""
+
+
+class StockSteps(Protocol):
+    """A reference without transformers."""
+
+    def stock_steps(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
+        """Logits `[vocabulary]` after the prompt, then after each of `tokens`, which may grow meanwhile."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,15 +75,16 @@ class Mismatch:
 def reference_greedy(
     model: Any, prompt_ids: Sequence[int], budget: int, stop_ids: frozenset[int], max_positions: int
 ) -> Reference:
-    """Plain greedy decoding of `prompt_ids` with a stock transformers causal LM: up to `budget` tokens, the stop token included.
+    """Plain greedy decoding of `prompt_ids`: up to `budget` tokens, the stop token included. `model`: a stock transformers
+    causal LM, or StockSteps.
 
     Ends with finish `stop`, `budget`, or `context` when `max_positions` tokens are in the cache.
     """
     tokens: list[int] = []
     top2: list[Top2] = []
     for logits in _stock_steps(model, prompt_ids, tokens):
-        best = int(logits.argmax())  # the lowest id among equals, as everywhere; topk promises no order among them
-        second = next(int(token) for token in logits.topk(2).indices if int(token) != best)
+        best = int(logits.argmax())  # the lowest id among equals, as everywhere
+        second = int(np.where(np.arange(len(logits)) == best, -np.inf, logits).argmax())
         top2.append(Top2((best, second), (float(logits[best]), float(logits[second]))))
         tokens.append(best)
         if tokens[-1] in stop_ids or len(tokens) >= budget or len(prompt_ids) + len(tokens) > max_positions:
@@ -86,7 +96,7 @@ def reference_greedy(
 def stock_logits(model: Any, prompt_ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
     """The reference's own logits for a given answer, `[len(tokens) + 1, vocabulary]`, row by row as the reference ran."""
     steps = _stock_steps(model, prompt_ids, tokens)
-    return np.stack([next(steps).float().cpu().numpy() for _ in range(len(tokens) + 1)])
+    return np.stack([next(steps) for _ in range(len(tokens) + 1)])
 
 
 def stock_block_logits(model: Any, prompt_ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
@@ -130,8 +140,13 @@ def judge(reference: Reference, tokens: Sequence[int], stock: LogitsOf, path: Lo
     return Mismatch(position, top2, max(gap, 0.0), difference, "tie" if gap <= TIE_FACTOR * difference else "violation")
 
 
-def _stock_steps(model: Any, prompt_ids: Sequence[int], tokens: Sequence[int]) -> Iterator[Any]:
+def _stock_steps(model: Any, prompt_ids: Sequence[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
     """Logits `[vocabulary]` after the prompt, then after each of `tokens` (read as they appear: the list may grow meanwhile)."""
+    own = getattr(model, "stock_steps", None)
+    return own(prompt_ids, tokens) if own else _library_steps(model, prompt_ids, tokens)
+
+
+def _library_steps(model: Any, prompt_ids: Sequence[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
     import torch
 
     step, cache, position = list(prompt_ids), None, 0
@@ -140,6 +155,6 @@ def _stock_steps(model: Any, prompt_ids: Sequence[int], tokens: Sequence[int]) -
             ids = torch.tensor([step], device=model.device)
             output = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
         cache = output.cache
-        yield output.logits[0, -1]
+        yield output.logits[0, -1].double().cpu().numpy()  # holds every dtype's values, and NumPy knows no bfloat16
         step = [tokens[position]]
         position += 1

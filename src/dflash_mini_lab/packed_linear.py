@@ -21,7 +21,8 @@ PACK_ROWS_HINT = 8
 """Row count that oneDNN packs for. Packing for 8 was the fastest at every row count from 1 to 16 (docs/lab-log.md)."""
 PADDING_COST = 1.02
 BYTES_TO_DEFEAT_CACHE = 96 * 2**20
-PLAIN, PACKED = "plain", "prepacked"
+PLAIN, PACKED, SCREENED = "plain", "prepacked", "bfloat16 screen"
+"""How weights are stored. A screened LM head reads a bfloat16 copy to find the few rows worth an exact product (lm_head.py)."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,21 @@ def measure_plan(weights: list[Tensor], repeats: int = 5) -> LinearPlan:
     if sum(stock_seconds.values()) <= sum(packed_seconds.values()):
         return LinearPlan(outputs, inputs, PLAIN, stock_rate, stock_rate)
     return LinearPlan(outputs, inputs, PACKED, packed_rate, stock_rate)
+
+
+def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
+    """`plan`, or one to screen the float32 `weight` by a prepacked bfloat16 copy, where that is faster summed over MEASURED_ROWS.
+
+    Its rates count the float32 bytes that it replaces, so that they compare with other plans'.
+    """
+    if weight.dtype != torch.float32 or not plan.gigabytes_per_second:
+        return plan
+    coarse = measure_plan([weight.bfloat16()])
+    rates = {rows: 2 * rate for rows, rate in coarse.gigabytes_per_second.items()}
+    screened = LinearPlan(plan.out_features, plan.in_features, SCREENED, rates, plan.stock_gigabytes_per_second)
+    if coarse.storage != PACKED or sum(map(screened.seconds, rates)) >= sum(map(plan.seconds, rates)):
+        return plan
+    return screened
 
 
 def bfloat16_is_faster(rows: int = 256, features: int = 768) -> bool:

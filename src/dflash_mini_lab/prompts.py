@@ -42,8 +42,14 @@ def load_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def training_texts(path: Path) -> Iterator[str]:
-    """Every seed of a training file: each group's patterns filled with each of its values."""
+def training_seeds(path: Path) -> Iterator[str]:
+    """Every seed of a training file: each group's patterns filled with each of its values. Of a plain text, every opening of
+    each line: a prompt that begins one has been seen."""
+    if path.suffix == ".txt":
+        for prompt in load_prompts(path):
+            words = prompt.text.split()
+            yield from (" ".join(words[:count]) for count in range(1, len(words) + 1))
+        return
     try:
         groups = json.loads(path.read_bytes().decode("utf-8-sig"))["groups"]
         for group in groups:
@@ -52,6 +58,14 @@ def training_texts(path: Path) -> Iterator[str]:
                     yield pattern.replace("{x}", value)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: the training seeds cannot be read ({error}).") from error
+
+
+def around_own_prompts(path: Path) -> list[str]:
+    """Patterns of a training file that ask for something about a prompt `{x}` which the target wrote itself."""
+    try:
+        return list(json.loads(path.read_bytes().decode("utf-8-sig"))["around_own_prompts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: the patterns around own prompts cannot be read ({error}).") from error
 
 
 def not_held_out(texts: Sequence[str], held_out: Sequence[Prompt]) -> list[str]:

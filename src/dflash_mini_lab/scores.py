@@ -1,10 +1,12 @@
-"""Scores over draft candidates: margins, the two best, stateless noise; later pair scores and residual steps. NumPy only."""
+"""Scores over draft candidates: margins, the two best, stateless noise, pair scores, residual steps. NumPy only."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from dflash_mini_lab.types import Draft, PairHead
 
 FINGERPRINT_TOKENS = 32
 """The fingerprint reads this many of the last tokens, with their positions, so that it costs the same in a long context."""
@@ -62,3 +64,54 @@ def uniform(*parts: ArrayLike) -> np.ndarray:
 def gumbel(uniforms: np.ndarray) -> np.ndarray:
     """Standard Gumbel values: the argmax of `z/T + gumbel` is a draw from `softmax(z/T)`."""
     return -np.log(-np.log(uniforms))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """`1 / (1 + exp(-x))`, without an overflow at either end."""
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def centred(scores: np.ndarray) -> np.ndarray:
+    """`scores [S, K]` less each slot's mean over its candidates."""
+    return scores - scores.mean(axis=1, keepdims=True)
+
+
+def low_rank(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """`rows [n, K, r]`, `vectors [n, r]` → their products `[n, K]`."""
+    return (rows @ vectors[:, :, None])[:, :, 0]
+
+
+class PairScores:
+    """`pair(u, v) = r^-1/2 · Σ_j A[u,j] · tanh(W C + b)_j · Bt[v,j]` between the candidates `ids [S, K]` of neighbouring slots.
+
+    Nothing is multiplied out before it is asked for. Slot 0's left neighbour is the anchor, whatever index is given for it.
+    """
+
+    def __init__(self, head: PairHead, context: np.ndarray, anchor: int, ids: np.ndarray) -> None:
+        """`context [H]`: C."""
+        gate = np.tanh(head.gate_weight @ context + head.gate_bias) / np.sqrt(len(head.gate_bias), dtype=np.float32)
+        earlier = np.concatenate([np.full_like(ids[:1], anchor), ids])  # row i: the candidates for slot i's left neighbour
+        self._left, self._right = head.previous[earlier] * gate, head.next[ids]
+
+    def after_anchor(self, slot: int) -> np.ndarray:
+        """`[K]`: the candidates of `slot`, as if the anchor stood right before it."""
+        return self._right[slot] @ self._left[0, 0]
+
+    def forward(self, slots: np.ndarray, left: np.ndarray) -> np.ndarray:
+        """`[n, K]`: the candidates of each slot after candidate `left[n]` of the slot before it."""
+        return low_rank(self._right[slots], self._left[slots, left])
+
+    def backward(self, slots: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """`[n, K]`: the candidates of each slot before candidate `right[n]` of the slot after it."""
+        return low_rank(self._left[slots + 1], self._right[slots + 1, right])
+
+    def edges(self) -> np.ndarray:
+        """`[S - 1, K, K]`: every candidate of slot i (rows) before every one of slot i + 1 (columns)."""
+        return self._left[1:-1] @ self._right[1:].swapaxes(1, 2)
+
+
+def pair_scores(draft: Draft, ids: np.ndarray) -> PairScores:
+    """Between a draft's candidates `ids [S, K]`, for a method that needs `pair`."""
+    head = draft.heads.pair
+    assert head is not None
+    return PairScores(head, draft.context(), draft.anchor, ids)

@@ -16,6 +16,7 @@ from typing import Any
 
 DEFAULT_TARGET = "smollm2-135m"
 CANONICAL_TARGET = "lfm2.5-350m"
+TINY_TARGET = "tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 PEERS = ("generate", "prompt-lookup")
 AXES = ("lab", "target", "path", "dtype", "device", "drafter", "machine", "threads", "software", "prompts")
@@ -84,6 +85,9 @@ SMOKE: Mapping[str, Any] = {
     "calibration_prompt_limit": 1,
 }
 
+
+OF_TARGET: Mapping[str, Mapping[str, Any]] = {TINY_TARGET: {"tokens": 24, "prompt_limit": 8, "cpu_threads": 1}}
+"""Targets whose defaults differ."""
 
 # How a word becomes a value. Each raises ValueError that says what would have been right.
 
@@ -278,7 +282,8 @@ GPU = Runner(
 def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str], runner: Runner = CPU) -> Settings:
     """Settings from the words on the command line (by field name; None or False: not given) and the environment.
 
-    A flag beats `--smoke`, which beats a variable, which beats the default. An empty variable counts as unset.
+    A flag beats `--smoke`, which beats a variable, which beats the default. An empty variable counts as unset. What is asked
+    for decides whose defaults they are: the target's own, where it has any.
     Raises ValueError, one line that names the flag or variable with the bad value and says what would have been right.
     """
     from_variables = {
@@ -292,7 +297,8 @@ def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str], 
         if given.get(option.field) not in (None, False)
     }
     smoke = SMOKE if from_flags.get("smoke") else {}
-    settings = Settings(**{**runner.start, **from_variables, **smoke, **from_flags})
+    asked = {**from_variables, **smoke, **from_flags}
+    settings = Settings(**{**runner.start, **OF_TARGET.get(asked.get("target", DEFAULT_TARGET), {}), **asked})
     refuse_contradictions(settings)
     return replace(settings, cache=cache_folder(environ))
 
@@ -318,6 +324,8 @@ def convert(option: Option, text: str, name: str) -> Any:
 def refuse_contradictions(settings: Settings) -> None:
     if settings.prepare and settings.device != "cpu":
         raise ValueError("--prepare: drafters are trained on a CPU; python run_cpu.py --prepare does, and run_gpu.py finds them.")
+    if settings.target == TINY_TARGET and settings.device != "cpu":
+        raise ValueError(f"--target {TINY_TARGET}: it runs on NumPy alone; python run_cpu.py --target {TINY_TARGET} measures it.")
     if settings.prepare and settings.download_only:
         raise ValueError("--prepare and --download-only exclude each other.")
     if settings.tune and not settings.calibration_prompt_limit:

@@ -1,8 +1,8 @@
-"""The nouns that every layer shares: proposals, drafts, methods, steps, and the errors a user may see. No logic, no torch."""
+"""The nouns that every layer shares: proposals, heads, drafts, methods, steps, and a user's errors. No logic, no torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,98 @@ class Proposal:
     tokens: tuple[int, ...]
     work: int = 0
 
+    @classmethod
+    def along(cls, ids: np.ndarray, choice: np.ndarray, work: int) -> Proposal:
+        """The tokens of a path: candidate `choice[i]` of slot i, from `ids [S, K]`."""
+        return cls(tuple(ids[np.arange(len(ids)), choice].tolist()), work)
+
+
+@dataclass(frozen=True, eq=False)
+class PairHead:
+    """Low-rank scores of one token after another: `previous`, `next [V, r]`, and their gate from the context, `gate_weight
+    [r, H]`, `gate_bias [r]`. Here and below V is the target's whole vocabulary and H its hidden size; arrays are float32."""
+
+    previous: np.ndarray
+    next: np.ndarray
+    gate_weight: np.ndarray
+    gate_bias: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class JumpHead:
+    """A pass of its own from the context: `offsets [J]` (int64, slots counted from 1), `offset_embedding [J, H]`, `norm [H]`,
+    `up [M, H]`, `down [H, M]`. The drafter runs it."""
+
+    offsets: np.ndarray
+    offset_embedding: np.ndarray
+    norm: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class FusedHead:
+    """A residual on slot states: `offsets [J]` (int64, slots counted from 1), `slot [r, H]`, `offset_embedding [J, r]`,
+    `token [V, r]`."""
+
+    offsets: np.ndarray
+    slot: np.ndarray
+    offset_embedding: np.ndarray
+    token: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class MarkovHead:
+    """A bias from the token before, `previous`, `next [V, r]`, `scale [S]`, and the confidence that a draft survives up to a
+    slot, `confidence_weight [H + r]`, `confidence_bias [1]`."""
+
+    previous: np.ndarray
+    next: np.ndarray
+    scale: np.ndarray
+    confidence_weight: np.ndarray
+    confidence_bias: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class PararealFit:
+    """Method 12's ridge regression on standardised features (`mean`, `scale`, `weights [8]`), and how it is applied."""
+
+    mean: np.ndarray
+    scale: np.ndarray
+    weights: np.ndarray
+    intercept: float
+    omega: float
+    rounds: int
+    clip: float
+    candidates: int
+    diagnostics: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GapFit:
+    """Method 14's ridge regression: the target's gap between the two best is about `intercept + margin·m[i] + slot·i/(S-1)`."""
+
+    intercept: float
+    margin: float
+    slot: float
+    diagnostics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What was trained beside a drafter. A field's name is what `Method.needs` calls it; None: this drafter has it not."""
+
+    pair: PairHead | None = None
+    jump: JumpHead | None = None
+    fused: FusedHead | None = None
+    markov: MarkovHead | None = None
+    parareal: PararealFit | None = None
+    gap: GapFit | None = None
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        return tuple(item.name for item in fields(self) if getattr(self, item.name) is not None)
+
 
 class Draft(Protocol):
     """One forward pass of the drafter for `slots` (S) slots after `anchor`. A method pays for exactly what it asks."""
@@ -27,6 +119,11 @@ class Draft(Protocol):
     slots: int
     committed: Sequence[int]
     """Prompt and committed new tokens, the anchor last."""
+
+    @property
+    def heads(self) -> Heads:
+        """The drafter's; those that the method `needs` are there."""
+        ...
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids `[S, k]` (int64, the target's vocabulary) and logits `[S, k]` (float32), best first, reduced where the logits are.
@@ -40,6 +137,27 @@ class Draft(Protocol):
 
         They are the draft's own: a method leaves them as it found them.
         """
+        ...
+
+    def context(self) -> np.ndarray:
+        """C `[H]` (float32): the fused target feature of the last token before the anchor."""
+        ...
+
+    def states(self) -> np.ndarray:
+        """The drafter's final slot states `[S, H]` (float32), those that its logits are made of."""
+        ...
+
+    def jump(self, ids: np.ndarray) -> np.ndarray:
+        """The jump head's scores `[J, K]` (float32) of candidates `ids [J, K]`, row j for its j-th offset; offsets past the
+        last slot have no row. For methods that need `jump`: the pass itself was run, and timed, as drafting."""
+        ...
+
+    def embeddings(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of the target's embedding, `[*ids.shape, H]` (float32)."""
+        ...
+
+    def prefix_embedding(self) -> np.ndarray:
+        """Mean `[H]` (float32) of the embeddings of `committed`, the anchor's included."""
         ...
 
 
@@ -62,6 +180,8 @@ class Method:
     grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     settings_of: str | None = None
     """Key of the method whose calibrated values this one takes over, for every setting that it has."""
+    needs: tuple[str, ...] = ()
+    """Names of the heads (fields of `Heads`) without which it cannot run."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +277,8 @@ class Drafter(Protocol):
     taps: tuple[int, ...]
     block_size: int
     """Anchor included: a draft has at most `block_size - 1` slots."""
+    heads: Heads
 
-    def start(self, session: Session, capacity: int) -> DrafterSession:
+    def start(self, session: Session, capacity: int, needs: Sequence[str] = ()) -> DrafterSession:
+        """`needs`: the method's, so that a head with a pass of its own runs within `draft`, and only for whom it is for."""
         ...

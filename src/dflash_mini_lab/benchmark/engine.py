@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_mini_lab.exactness import LogitsOf
-from dflash_mini_lab.types import Drafter, Target
+from dflash_mini_lab.types import Drafter, Heads, Target
+
+NO_HEADS = Heads()
 
 if TYPE_CHECKING:  # a comparison of two files needs no torch
     from dflash_mini_lab.crossings import Crossings
@@ -34,7 +36,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Model:
-    """A target as its files describe it. `stock()` lends the library's own model, for references, peers and verdicts.
+    """A target as its files describe it. `stock()` lends the library's own model, for references, peers and verdicts; a target
+    that the library does not know lends its own StockSteps.
 
     `build(capacity)` makes the engine for sequences of up to `capacity` tokens. `block_size` is 1 without a drafter.
     """
@@ -48,4 +51,7 @@ class Model:
     build: Callable[[int], Engine]
     target_facts: dict[str, Any]
     drafter_facts: dict[str, Any] | None
+    heads: Heads = NO_HEADS
+    """Those of the drafter: what a method may need is known before weights are read."""
     device: str = "cpu"
+    backend: Literal["torch", "numpy"] = "torch"

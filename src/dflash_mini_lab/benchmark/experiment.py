@@ -70,6 +70,8 @@ def axis_of(field: str) -> str:
 def refuse_unnamed(one: Benchmark, other: Benchmark, across: Iterable[str]) -> None:
     """Raises UserError, one sentence, where they differ in more than `across` names, or where it names nothing known."""
     across = tuple(across)
+    if (one["target"]["path"] == "numpy") != (other["target"]["path"] == "numpy"):
+        raise UserError("one of these two runs recomputes its sequence at every call: its times stand beside no cached target's.")
     settings = {axis_of(f"settings.{name}") for name in one["settings"].keys() | other["settings"].keys()}
     if unknown := [word for word in across if word not in {*AXES, *settings}]:
         others = ", ".join(sorted(settings - {*AXES, *EFFORT}))

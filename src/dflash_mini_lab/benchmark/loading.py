@@ -15,7 +15,7 @@ from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.catalog import Entry, resolve
 from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST
 from dflash_mini_lab.settings import Settings
-from dflash_mini_lab.types import UserError
+from dflash_mini_lab.types import Heads, UserError
 
 Say = Callable[[str], None]
 
@@ -23,15 +23,19 @@ Say = Callable[[str], None]
 def load_model(settings: Settings, say: Say) -> Model:
     """The target of `settings` with its drafter. A target without artifacts has one trained first, and it is said.
 
-    Raises UserError for whatever cannot be had. Without a drafting method in `settings.methods`, no drafter is asked for.
+    Raises UserError for whatever cannot be had. With method 00 alone in `settings.methods`, no drafter is asked for.
     """
+    entry = resolve(settings.target)
+    if entry.backend == "numpy":
+        from dflash_mini_lab.benchmark.tiny import load_tiny
+
+        return load_tiny(settings, entry, say)
     from dflash_mini_lab.targets.loading import load_target
     from dflash_mini_lab.targets.weights import fetch
 
-    entry = resolve(settings.target)
     where = fetch(entry, settings.cache, say)
     folder = None
-    if any(key != "00" for key in settings.methods):
+    if settings.methods != ("00",):
         folder = artifacts.locate(settings, entry.name, say)
         if folder is None and settings.device != "cpu":
             raise UserError(
@@ -44,12 +48,14 @@ def load_model(settings: Settings, say: Say) -> Model:
 
             folder = prepare(settings)
     loaded = load_target(entry.name, where, settings.dtype, entry.prompt_format, settings.device)
-    facts = _target_facts(entry, where, settings, loaded.facts())
+    facts = target_facts(entry, where, settings, loaded.facts())
     if settings.device != "cpu":
         from dflash_mini_lab.measurement.gpu import require_memory
 
         require_memory(entry.name, facts["parameters"], settings.dtype)
+    manifest = artifacts.manifest_of(folder, entry.name) if folder else None
     checkpoint = _read_drafter(folder)
+    heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
     keep_stock = bool(settings.peers)
 
     @contextmanager
@@ -66,7 +72,7 @@ def load_model(settings: Settings, say: Say) -> Model:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
             drafter = BlockDrafter(
-                *checkpoint, embedding, head, capacity, known_plans=target.plans, crossings=target.crossings
+                *checkpoint, embedding, head, capacity, known_plans=target.plans, heads=heads, crossings=target.crossings
             )
         block_size, taps = (drafter.block_size, drafter.taps) if drafter else (1, ())
         decode = target.prepare_steps(range(1, max(block_size, SMALLEST_WIDEST) + 1), taps)
@@ -87,7 +93,8 @@ def load_model(settings: Settings, say: Say) -> Model:
         stock=stock,
         build=build,
         target_facts=facts,
-        drafter_facts=_drafter_facts(entry, folder, checkpoint[0]) if folder and checkpoint else None,
+        drafter_facts=drafter_facts(entry, folder, checkpoint[0], heads, manifest) if folder and checkpoint else None,
+        heads=heads,
         device=settings.device,
     )
 
@@ -98,20 +105,34 @@ def _read_drafter(folder: Path | None) -> tuple[Any, dict[str, Any]] | None:
     return load_checkpoint(folder) if folder else None
 
 
-def _target_facts(entry: Entry, where: Path, settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+def read_heads(folder: Path, config: Any, manifest: artifacts.Manifest | None) -> Heads:
+    """The heads that the manifest pins: a file that nothing has verified is not opened."""
+    from dflash_mini_lab.drafters.heads import load_heads
+
+    return load_heads(folder, config, [file.name for file in manifest.files] if manifest else ())
+
+
+def target_facts(
+    entry: Entry, where: Path, settings: Settings, facts: dict[str, Any], weights: str = "*.safetensors"
+) -> dict[str, Any]:
+    """The `target` entry of benchmark.json. `weights`: the files of its weights in the folder `where`."""
     return {
         "name": entry.name,
         "source": entry.source,
         "license": entry.license,
         **facts,
-        **weights_facts(where),
+        **weights_facts(where, weights),
         "dtype": settings.dtype,
         "device": settings.device,
     }
 
 
-def _drafter_facts(entry: Entry, folder: Path, config: Any) -> dict[str, Any]:
-    manifest = artifacts.read_manifest(folder / artifacts.MANIFEST) if (folder / artifacts.MANIFEST).is_file() else None
+def drafter_facts(
+    entry: Entry, folder: Path, config: Any, heads: Heads, manifest: artifacts.Manifest | None
+) -> dict[str, Any]:
+    """The `drafter` entry of benchmark.json, with every file that the manifest pins."""
+    from dflash_mini_lab.drafters.heads import head_facts
+
     files = manifest.files if manifest else ()
     tensors = safetensors_shapes(folder / "model.safetensors")
     rows = tensors.get("draft_to_target", [config.vocabulary])[0]
@@ -124,6 +145,7 @@ def _drafter_facts(entry: Entry, folder: Path, config: Any) -> dict[str, Any]:
         "draft_vocabulary": rows,
         "parameters": sum(prod(shape) for name, shape in tensors.items() if name != "draft_to_target"),
         "provenance": _provenance(folder),
+        "heads": head_facts(heads),
     }
 
 
@@ -139,9 +161,9 @@ def _provenance(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def weights_facts(folder: Path) -> dict[str, Any]:
+def weights_facts(folder: Path, pattern: str = "*.safetensors") -> dict[str, Any]:
     """Parameters, bytes and digest of a folder's safetensors files; for several, the digest of their `name digest` lines."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob(pattern))
     if not files:
         raise UserError(f"{folder}: has no safetensors weights; the lab reads no pickled ones.")
     digests = {path.name: artifacts.sha256(path) for path in files}

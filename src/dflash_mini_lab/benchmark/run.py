@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +17,36 @@ from dflash_mini_lab.benchmark.engine import Model
 from dflash_mini_lab.benchmark.loading import load_model
 from dflash_mini_lab.benchmark.stages import Run
 from dflash_mini_lab.benchmark_file import Benchmark, schema_errors, write
+from dflash_mini_lab.catalog import resolve
+from dflash_mini_lab.decoding import refuse_without_heads
 from dflash_mini_lab.measurement.clock import clock_for
 from dflash_mini_lab.measurement.energy import Energy, find_energy
-from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_texts
+from dflash_mini_lab.methods import METHODS, by_key
+from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_seeds
 from dflash_mini_lab.report import write_report
 from dflash_mini_lab.report.terminal import print_summary
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.types import Clock, UserError
 
 BENCHMARK_FILE = "benchmark.json"
-PROMPT_FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+REPOSITORY = Path(__file__).resolve().parents[3]
+PROMPT_FOLDER = REPOSITORY / "benchmarks"
 OK, USAGE, INEXACT, INTERRUPTED = 0, 2, 3, 130
 
 
 def run_benchmark(settings: Settings, argv: Sequence[str]) -> int:
     """Measure what `settings` ask for, leave benchmark.json and the report in `settings.output_dir`, return the exit status.
 
-    `settings.methods`: keys, 00 among them. Raises UserError for a mistake of the user's.
+    `settings.methods`: keys, 00 among them; none stands for every method that can run. Raises UserError for a user's mistake.
     """
     prompts, calibration_prompts = choose_prompts(settings)
     settings.output_dir.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is known now, not at the end
-    set_threads(settings.cpu_threads)
+    if resolve(settings.target).backend == "torch":  # NumPy's own threads were set before it was loaded (cli.py)
+        set_threads(settings.cpu_threads)
     model = load_model(settings, say)
+    settings = replace(settings, methods=choose_methods(settings.methods, model, say))
     energy, clock = find_energy(model.device), clock_for(model.device)
-    with device_memory_to_user_error():
+    with nullcontext() if model.device == "cpu" else device_memory_to_user_error():
         return measure(settings, argv, model, prompts, calibration_prompts, clock, energy=energy)
 
 
@@ -59,7 +66,7 @@ def measure(
         prompts=prompts,
         encoded=encode_prompts(prompts, model.encode_prompt, model.max_positions),
         calibration=encode_prompts(calibration_prompts, model.encode_prompt, model.max_positions),
-        settings=settings_entry(settings),
+        settings=settings_entry(settings, model.backend),
         path=settings.output_dir / BENCHMARK_FILE,
         clock=clock,
         save=save,
@@ -124,15 +131,35 @@ def exit_status(benchmark: Benchmark) -> int:
     return INEXACT if results.gate_fails(benchmark) else OK
 
 
-def choose_prompts(settings: Settings, folder: Path = PROMPT_FOLDER) -> tuple[list[Prompt], list[Prompt]]:
-    """The first prompts of the user's file or of the lab's, and the first calibration prompts. An overlap is refused."""
+def choose_methods(asked: Sequence[str], model: Model, say: Callable[[str], None]) -> tuple[str, ...]:
+    """`asked`, or without a word of the user's every method; one that lacks a head is then left out, and it is said.
+
+    Raises UserError for a method that was asked for by name and lacks a head.
+    """
+    for key in asked:
+        refuse_without_heads(by_key(key), model.heads)
+    if asked:
+        return tuple(asked)
+    ready = [method for method in METHODS if set(method.needs) <= set(model.heads.present)]
+    without = [method.key for method in METHODS if method not in ready]
+    if without:
+        heads = sorted({name for method in METHODS for name in method.needs} - set(model.heads.present))
+        say(f"Left out: methods {', '.join(without)}. This drafter has no {', '.join(heads)} heads; --prepare trains them.")
+    return tuple(method.key for method in ready)
+
+
+def choose_prompts(settings: Settings) -> tuple[list[Prompt], list[Prompt]]:
+    """The first prompts of the user's file or of the lab's for this target, and the first calibration prompts. An overlap is
+    refused."""
+    entry = resolve(settings.target)
+    folder = REPOSITORY / entry.prompts
     measured = load_prompts(settings.prompts or folder / "prompts.json")
     tuned = load_prompts(folder / "calibration_prompts.json")
-    refuse_overlap(measured, tuned, training_texts(folder / "train_seeds.json"))
+    refuse_overlap(measured, tuned, training_seeds(folder / entry.training_texts))
     return measured[: settings.prompt_limit], tuned[: settings.calibration_prompt_limit]
 
 
-def settings_entry(settings: Settings) -> dict[str, Any]:
+def settings_entry(settings: Settings, backend: str = "torch") -> dict[str, Any]:
     """The `settings` of benchmark.json: everything that makes another experiment when it changes."""
     return {
         "tokens": settings.tokens,
@@ -140,7 +167,7 @@ def settings_entry(settings: Settings) -> dict[str, Any]:
         "prompt_limit": settings.prompt_limit,
         "warmup_cells": settings.warmup_cells,
         "seed": settings.seed,
-        "threads": settings.cpu_threads or default_threads(),
+        "threads": settings.cpu_threads or (default_threads() if backend == "torch" else 1),
         "dtype": settings.dtype,
         "methods": list(settings.methods),
         "peers": list(settings.peers),

@@ -60,7 +60,10 @@ def new_benchmark(run: Run, command: Sequence[str]) -> Benchmark:
         "target": model.target_facts,
         "drafter": model.drafter_facts,
         "settings": dict(run.settings),
-        "machine": {**machine.facts(model.device), "load_average_after": None},
+        "machine": {
+            **machine.facts(model.device, model.backend, run.settings["threads"]),
+            "load_average_after": None,
+        },
         "linear_plans": [],
         "padded_rows": {},
         "execution": None,

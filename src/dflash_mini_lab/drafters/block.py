@@ -2,7 +2,7 @@
 
 Fused target features enter every layer as keys and values (arXiv 2602.06036). The context never contains the anchor's own
 feature, which does not exist yet; its keys and values are kept and grow by the kept rows of each round, the block's own are
-overwritten. Weights in the published layout (checkpoint.py); the embedding and the LM head are the target's, frozen.
+overwritten. Weights in the published layout (layout.py); the embedding and the LM head are the target's, frozen.
 """
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_mini_lab.crossings import Crossings
-from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
+from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan, stock_plan
 from dflash_mini_lab.rotary import interleaved_rows, rotate, rotation_table
-from dflash_mini_lab.types import Session, UserError
+from dflash_mini_lab.types import Heads, JumpHead, Session
+
+NO_HEADS = Heads()
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,17 @@ class _Layer:
 class BlockDraft:
     """The scores of one pass. `hidden [S, hidden]` final slot states; candidates are reduced where the logits are."""
 
-    def __init__(self, drafter: BlockDrafter, committed: Sequence[int], hidden: Tensor) -> None:
+    def __init__(self, session: BlockSession, committed: Sequence[int], hidden: Tensor, jump: Tensor | None = None) -> None:
+        """`jump [J, hidden]`: the jump head's states, for a method that needs it: one LM head product serves both."""
         self.committed, self.anchor, self.slots = committed, committed[-1], hidden.shape[0]
-        self._drafter = drafter
-        self._logits = drafter.head(hidden)  # every method needs them, so they are drafting, not selection
+        self._session, self._drafter, self._hidden = session, session.drafter, hidden
+        rows = hidden if jump is None else torch.cat([hidden, jump])
+        logits = self._drafter.head(rows)  # every method needs them, so they are drafting, not selection
+        self._logits, self._jump = logits[: self.slots], logits[self.slots :]
+
+    @property
+    def heads(self) -> Heads:
+        return self._drafter.heads
 
     @torch.inference_mode()
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,6 +68,42 @@ class BlockDraft:
     def logits(self) -> tuple[np.ndarray, np.ndarray]:
         return self._drafter.crossings.array(self._logits.float()), self._drafter.draft_ids
 
+    def context(self) -> np.ndarray:
+        return self._drafter.crossings.array(self._session.context.float())
+
+    def states(self) -> np.ndarray:
+        return self._drafter.crossings.array(self._hidden.float())
+
+    @torch.inference_mode()
+    def jump(self, ids: np.ndarray) -> np.ndarray:
+        if len(self._jump) != len(ids):
+            raise RuntimeError(f"the jump head gave {len(self._jump)} rows, {len(ids)} were asked for: does the method need it?")
+        columns = torch.from_numpy(np.searchsorted(self._drafter.draft_ids, ids)).to(self._jump.device)
+        return self._drafter.crossings.array(self._jump.gather(1, columns).float())
+
+    @torch.inference_mode()
+    def embeddings(self, ids: np.ndarray) -> np.ndarray:
+        table = self._drafter.embedding
+        return self._drafter.crossings.array(table[torch.from_numpy(np.asarray(ids)).to(table.device)].float())
+
+    def prefix_embedding(self) -> np.ndarray:
+        return self._session.prefix_embedding(self.committed)
+
+
+class _Jump:
+    """The jump head's pass, `h = C + e_j; h + down·silu(up·norm(h))`, for the offsets that the drafter's blocks have."""
+
+    def __init__(self, head: JumpHead, config: DrafterConfig, like: Tensor, linear: dict[str, PackedLinear]) -> None:
+        usable = head.offset_embedding[head.offsets < config.block_size]
+        self.embedding = torch.from_numpy(usable).to(like)
+        self.norm = RMSNorm(torch.from_numpy(head.norm).to(like), config.eps)
+        self.up, self.down = linear["jump.up"], linear["jump.down"]
+
+    def __call__(self, context: Tensor) -> Tensor:
+        """`[hidden] → [J, hidden]`."""
+        h = context + self.embedding
+        return h + self.down(F.silu(self.up(self.norm(h))))
+
 
 class BlockDrafter:
     """Runs a checkpoint on one target. Raises UserError where the two do not fit."""
@@ -72,14 +117,16 @@ class BlockDrafter:
         max_positions: int,
         measure: bool = True,
         known_plans: Sequence[LinearPlan] = (),
+        heads: Heads = NO_HEADS,
         crossings: Crossings | None = None,
     ) -> None:
         """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products; `known_plans`: the
-        target's, which serve the shapes that both have; `crossings`: the target's, where what crosses is counted together."""
-        _check_fit(config, embedding)
+        target's, which serve the shapes that both have; `heads`: as drafters/heads.py loads them for this config; `crossings`:
+        the target's, where what crosses is counted together."""
+        check_fit(config, *embedding.shape)
         dtype, device = embedding.dtype, embedding.device
         self.config, self.embedding, self.crossings = config, embedding, crossings or Crossings()
-        self.taps, self.block_size = config.taps, config.block_size
+        self.taps, self.block_size, self.heads = config.taps, config.block_size, heads
         tensors = {name: t.to(device) if name == DRAFT_TO_TARGET else t.to(device, dtype) for name, t in tensors.items()}
         draft_to_target = tensors.get(DRAFT_TO_TARGET)
         if draft_to_target is not None:
@@ -91,6 +138,8 @@ class BlockDrafter:
         for index in range(config.layers):
             sources |= _fused_weights(config, tensors, index)
         sources["context_kv"] = _context_weights(config, tensors)
+        if heads.jump:
+            sources |= {f"jump.{part}": torch.from_numpy(getattr(heads.jump, part)).to(embedding) for part in ("up", "down")}
         by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for weight in sources.values():
             by_shape[tuple(weight.shape)].append(weight)
@@ -103,6 +152,8 @@ class BlockDrafter:
         self.context_kv = linear["context_kv"]
         """Every layer's key rows, then every layer's value rows, again: context tokens need no query and no layer order."""
         self.hidden_norm, self.norm = (RMSNorm(tensors[name], config.eps) for name in ("hidden_norm.weight", "norm.weight"))
+        usable = heads.jump is not None and heads.jump.offsets[0] < config.block_size
+        self.jump = _Jump(heads.jump, config, embedding, linear) if heads.jump and usable else None
         order = interleaved_rows(1, config.head_dim)
         self.layers = []
         k_norms = []
@@ -124,15 +175,20 @@ class BlockDrafter:
         if dtype == torch.float64:
             self.rotation = self.rotation.to(torch.complex128)
 
-    def start(self, session: Session, capacity: int) -> BlockSession:
-        return BlockSession(self, session, capacity)
+    def start(self, session: Session, capacity: int, needs: Sequence[str] = ()) -> BlockSession:
+        return BlockSession(self, session, capacity, needs)
 
 
 class BlockSession:
     """The drafter's state for one prompt: context keys and values, and where it stopped reading features."""
 
-    def __init__(self, drafter: BlockDrafter, session: Session, capacity: int) -> None:
+    context: Tensor
+    """`[hidden]`: the fused feature of the last token read, a view."""
+
+    def __init__(self, drafter: BlockDrafter, session: Session, capacity: int, needs: Sequence[str] = ()) -> None:
         self.drafter, self.session, self.length = drafter, session, 0
+        self._jump = drafter.jump if "jump" in needs else None
+        self._summed: tuple[int, Tensor | float] = (0, 0.0)
         config = drafter.config
         shape = (2, config.layers * config.kv_heads, capacity + config.block_size, config.head_dim)
         self._memory = drafter.embedding.new_zeros(shape)
@@ -165,7 +221,18 @@ class BlockSession:
             x = x + layer.out(mixed)
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
-        return BlockDraft(d, committed, d.norm(x[0, 1:]))
+        jump = d.norm(self._jump(self.context)) if self._jump else None
+        return BlockDraft(self, committed, d.norm(x[0, 1:]), jump)
+
+    @torch.inference_mode()
+    def prefix_embedding(self, committed: Sequence[int]) -> np.ndarray:
+        """Mean `[hidden]` of the embeddings of `committed`, which only ever grows: a round pays for its own tokens."""
+        count, total = self._summed
+        table = self.drafter.embedding
+        new = torch.tensor(committed[count:], device=table.device, dtype=torch.long)
+        total = total + table[new].sum(0, dtype=torch.float64)
+        self._summed = (len(committed), total)
+        return self.drafter.crossings.array((total / len(committed)).float())
 
     def _read_context(self, features: Tensor) -> None:
         rows = features.shape[0]
@@ -173,6 +240,7 @@ class BlockSession:
             return
         d, config = self.drafter, self.drafter.config
         fused = d.hidden_norm(d.fc(features))
+        self.context = fused[-1]
         start, end = self.length, self.length + rows
         k, v = d.context_kv(fused).view(rows, 2, -1, config.head_dim).unbind(1)
         k = rotate(d.context_k_norm(k), d.rotation[start:end].view(rows, 1, -1))
@@ -199,13 +267,3 @@ def _context_weights(config: DrafterConfig, tensors: dict[str, Tensor]) -> Tenso
     keys = [tensors[f"layers.{index}.self_attn.k_proj.weight"][order] for index in range(config.layers)]
     values = [tensors[f"layers.{index}.self_attn.v_proj.weight"] for index in range(config.layers)]
     return torch.cat([*keys, *values])
-
-
-def _check_fit(config: DrafterConfig, embedding: Tensor) -> None:
-    vocabulary, hidden = embedding.shape
-    if config.hidden_size != hidden:
-        raise UserError(f"This drafter was made for a target of hidden size {config.hidden_size}; this one has {hidden}.")
-    if config.vocabulary != vocabulary:
-        raise UserError(f"This drafter was made for a vocabulary of {config.vocabulary}; this target has {vocabulary}.")
-    if not 0 <= config.mask_token_id < vocabulary:
-        raise UserError(f"The drafter's mask token {config.mask_token_id} is not a row of the {vocabulary}-row embedding.")

@@ -32,21 +32,26 @@ MACOS_ISA = {
 T = TypeVar("T")
 
 
-def facts(device: str = "cpu") -> dict[str, Any]:
-    """The `machine` entry of benchmark.json; call it before the first measurement, for the load average."""
+def facts(device: str = "cpu", backend: str = "torch", threads: int | None = None) -> dict[str, Any]:
+    """The `machine` entry of benchmark.json; call it before the first measurement, for the load average.
+
+    `backend`: whose products run, `torch` or `numpy`; what takes no part is null. NumPy cannot be asked for its threads:
+    `threads` is what it was told.
+    """
+    torch = backend == "torch"
     more = (_attempt(_cuda_facts) or {}) if device.startswith("cuda") else {}
     return {
         "cpu": _attempt(_cpu_name) or "unknown",
-        "isa": _attempt(_isa) or [],
+        "isa": _attempt(_isa) or _attempt(_torch_isa if torch else _numpy_isa) or [],
         "cores": _attempt(_cores) or 1,
-        "threads": _attempt(_torch_threads) or 1,
+        "threads": (_attempt(_torch_threads) if torch else threads) or 1,
         "memory_bytes": _attempt(_memory_bytes),
         "os": _attempt(platform.platform) or sys.platform,
         "python": platform.python_version(),
-        "torch": _attempt(lambda: version("torch")),
-        "transformers": _attempt(lambda: version("transformers")),
+        "torch": _attempt(lambda: version("torch")) if torch else None,
+        "transformers": _attempt(lambda: version("transformers")) if torch else None,
         "numpy": _attempt(lambda: version("numpy")),
-        "blas": _attempt(_blas),
+        "blas": _attempt(_blas if torch else _numpy_blas),
         "load_average": load_average(),
         "gpu": _attempt(lambda: _gpu_name(device)),
         **more,
@@ -107,15 +112,25 @@ def _isa() -> list[str]:
     if sys.platform == "darwin":
         return [name for key, name in MACOS_ISA.items() if _attempt(lambda key=key: _sysctl(key)) == "1"]
     fields = _cpuinfo()
-    found = relevant_isa(fields.get("flags") or fields.get("Features") or "")
-    return found or [_torch_capability()]
+    return relevant_isa(fields.get("flags") or fields.get("Features") or "")
 
 
-def _torch_capability() -> str:
+def _torch_isa() -> list[str]:
     """What PyTorch itself dispatches to (`avx2`, `avx512`, `default`), the one answer that every system has."""
     import torch
 
-    return torch.backends.cpu.get_cpu_capability().lower()
+    return [torch.backends.cpu.get_cpu_capability().lower()]
+
+
+def _numpy_isa() -> list[str]:
+    return relevant_isa(" ".join(_numpy_build()["SIMD Extensions"]["found"]))
+
+
+def _numpy_build() -> dict[str, Any]:
+    import numpy
+
+    build: dict[str, Any] = numpy.show_config(mode="dicts")  # type: ignore[assignment]
+    return build
 
 
 def _cores() -> int | None:
@@ -139,6 +154,12 @@ def _blas() -> str | None:
     import torch
 
     return parse_torch_config(torch.__config__.show())
+
+
+def _numpy_blas() -> str:
+    """The library behind NumPy's products, e.g. `scipy-openblas 0.3.31`."""
+    blas = _numpy_build()["Build Dependencies"]["blas"]
+    return " ".join(str(blas[name]) for name in ("name", "version") if blas.get(name))
 
 
 def parse_torch_config(config: str) -> str | None:

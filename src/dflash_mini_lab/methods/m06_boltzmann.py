@@ -16,13 +16,18 @@ COLDEST = 0.02
 def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     """`temperature` T > 0 in logits; `candidates` K ≥ 2. Slot i draws at `max(T·exp(-m[i]), 0.02·T)`: S·K scores."""
     ids, scores = draft.top(int(settings["candidates"]))
-    scores = scores.astype(np.float64)
-    warmest = settings["temperature"]
+    choice = draw(draft, np.arange(draft.slots), ids, scores, settings["temperature"], SALT)
+    return Proposal.along(ids, choice, work=ids.size)
+
+
+def draw(
+    draft: Draft, slots: np.ndarray, ids: np.ndarray, scores: np.ndarray, warmest: float, salt: int
+) -> np.ndarray:
+    """The draw in each of `slots [n]` → candidate indices `[n]`; ids, scores `[S, K]`."""
+    ids, scores = ids[slots], scores[slots].astype(np.float64)
     temperature = np.maximum(warmest * np.exp(-margins(scores)), COLDEST * warmest)
-    slots = np.arange(draft.slots)
-    noise = gumbel(uniform(fingerprint(draft.committed), draft.anchor, slots[:, None], ids, SALT))
-    choice = (scores / temperature[:, None] + noise).argmax(axis=1)
-    return Proposal(tuple(ids[slots, choice].tolist()), work=ids.size)
+    noise = gumbel(uniform(fingerprint(draft.committed), draft.anchor, slots[:, None], ids, salt))
+    return (scores / temperature[:, None] + noise).argmax(axis=1)
 
 
 BOLTZMANN = Method(

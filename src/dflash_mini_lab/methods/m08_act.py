@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dflash_mini_lab.paths import horizon
 from dflash_mini_lab.scores import margins
 from dflash_mini_lab.types import Draft, Method, Proposal
 
@@ -10,9 +11,7 @@ from dflash_mini_lab.types import Draft, Method, Proposal
 def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     """`threshold` θ is a margin in logits; θ = 0 is method 01."""
     ids, scores = draft.top(2)
-    unsure = margins(scores) < settings["threshold"]
-    horizon = int(unsure.argmax()) if unsure.any() else draft.slots
-    return Proposal(tuple(ids[:horizon, 0].tolist()))
+    return Proposal(tuple(ids[: horizon(margins(scores) < settings["threshold"]), 0].tolist()))
 
 
 ACT = Method(

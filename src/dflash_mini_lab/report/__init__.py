@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
+from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.report import comparison_view, view
 from dflash_mini_lab.report.comparison import Comparison
 from dflash_mini_lab.report.format import visible
@@ -36,18 +35,16 @@ def write_report(benchmark: dict[str, Any], folder: Path) -> Path:
 
     Each file is replaced at once, so that a reader, or a run killed half-way, never sees half a page.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     content = render(benchmark).encode("utf-8")
     for name in PAGES:
-        replace(folder / name, content)
+        replace_file(folder / name, content)
     return folder / PAGES[0]
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
     """Write compare.html, replaced at once; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / COMPARISON_PAGE
-    replace(path, render_comparison(comparison).encode("utf-8"))
+    replace_file(path, render_comparison(comparison).encode("utf-8"))
     return path
 
 
@@ -85,16 +82,3 @@ def _finalize(value: Any) -> Any:
 def _whole(text: str) -> Markup:
     """Text whose intervals do not break across lines."""
     return Markup(_INTERVAL.sub(r'<span class="whole">\g<0></span>', str(escape(visible(text)))))
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Write `path` in one step: a reader sees the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide the page from a web server or another user
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

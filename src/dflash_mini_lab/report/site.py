@@ -11,7 +11,8 @@ from typing import Any
 
 from dflash_mini_lab import __version__, artifacts, benchmark_file
 from dflash_mini_lab.artifacts import Manifest
-from dflash_mini_lab.report import fill, replace, write_report
+from dflash_mini_lab.files import replace_file
+from dflash_mini_lab.report import fill, write_report
 from dflash_mini_lab.report.format import dig, moment, quantity
 from dflash_mini_lab.report.verdict import gate_failed, verdict
 from dflash_mini_lab.types import UserError
@@ -38,7 +39,7 @@ def write_site(paths: Sequence[Path], folder: Path, repository: Path = artifacts
         write_report(benchmark, folder / name)
         benchmark_file.write(folder / name / "benchmark.json", benchmark)
     index = folder / "index.html"
-    replace(index, fill("site.html.j2", page(list(runs.values()))).encode("utf-8"))
+    replace_file(index, fill("site.html.j2", page(list(runs.values()))).encode("utf-8"))
     return index
 
 

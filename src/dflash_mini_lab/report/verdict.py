@@ -115,6 +115,11 @@ def _warnings(benchmark: Benchmark, rows: tuple[Row, ...], failed: list[Row]) ->
     if not benchmark.get("complete"):
         done, planned = len(measured_cells(benchmark)), planned_cells(benchmark)
         yield f"This run is not finished: {done} of {plural(planned, 'cell')} measured. --resume continues it."
+    if dig(benchmark, "target", "path") == "numpy":
+        yield (
+            "This target recomputes the visible sequence at every call, so its tokens a second say nothing about targets with a "
+            "cache: read its ratios, its acceptance and its exactness."
+        )
     if _noisy(benchmark):
         floor = dig(benchmark, "results", "noise_floor", default={})
         yield (

@@ -148,7 +148,7 @@ class CapturedStep:
         x, tapped = decoder.through_layers(F.embedding(ids[None], decoder.embedding), mix, self.taps)
         if tapped:
             self.features.copy_(torch.cat(tapped, dim=-1)[0])
-        self.logits.copy_(decoder.head(decoder.final_norm(x[0]))[:, : self.vocabulary])
+        self.logits.copy_(decoder.head.logits(decoder.final_norm(x[0]))[:, : self.vocabulary])
         self.greedy.copy_(self.logits.argmax(dim=-1))
 
     def _attend(self, a: Attention, x: Tensor, index: int, rotation: Tensor, positions: Tensor, mask: Tensor) -> Tensor:

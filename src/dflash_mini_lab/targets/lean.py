@@ -2,7 +2,7 @@
 
 Fused q/k/v and gate/up products, rotary pairs interleaved so that a rotation is one complex product, preallocated K/V, taps
 on the way. Its logits equal the library's (tests: float64 to 1e-9). Rollback moves a length (attention) or picks earlier inputs
-(short convolution). Built by lean_build.py. No drafting, no greedy choice, no clock.
+(short convolution). Built by lean_build.py. No drafting, no clock.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear
 from dflash_mini_lab.rotary import rotate
+from dflash_mini_lab.targets.lm_head import LMHead
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class LeanDecoder:
     embedding: Tensor
     layers: list[Layer]
     final_norm: RMSNorm
-    head: PackedLinear
+    head: LMHead
     rotation: Tensor
     """`[positions, head_dim / 2]`, complex: e^{i·position·frequency}."""
     plans: list[LinearPlan]
@@ -163,9 +164,11 @@ class LeanDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [rows, hidden] → logits [rows, vocabulary]`."""
-        rows = hidden.shape[0]
-        run = self.padded_rows.get(rows, rows)
-        return self.head(F.pad(hidden, (0, 0, 0, run - rows)))[:rows] if run > rows else self.head(hidden)
+        return self.head.logits(hidden)
+
+    def greedy(self, hidden: Tensor, vocabulary: int) -> Tensor:
+        """`hidden [rows, hidden] →` the ids `[rows]` of the largest logits among the first `vocabulary`."""
+        return self.head.greedy(hidden, vocabulary)
 
     def _attend(self, a: Attention, x: Tensor, rotation: Tensor, cache: LeanCache, index: int, rows: int) -> Tensor:
         """`x [batch, run, hidden]`, of which the first `rows` rows are real and enter the cache."""

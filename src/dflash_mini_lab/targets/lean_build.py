@@ -13,9 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from dflash_mini_lab.norms import RMSNorm
-from dflash_mini_lab.packed_linear import BYTES_TO_DEFEAT_CACHE, LinearPlan, PackedLinear, measure_plan, padded_rows, stock_plan
+from dflash_mini_lab.packed_linear import (
+    BYTES_TO_DEFEAT_CACHE,
+    PACKED,
+    SCREENED,
+    LinearPlan,
+    PackedLinear,
+    measure_plan,
+    padded_rows,
+    screen_plan,
+    stock_plan,
+)
 from dflash_mini_lab.rotary import interleaved_rows
 from dflash_mini_lab.targets.lean import Attention, Layer, LeanDecoder, ShortConvolution
+from dflash_mini_lab.targets.lm_head import FullHead, LMHead, ScreenedHead
 
 FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
 
@@ -64,14 +75,15 @@ def build_lean_decoder(model: Any, capacity: int, measure: bool = True, consume:
             mixer = source.mixer(linears.pop("mix_in"), linears.pop("mix_out"))
             layers.append(Layer(mixer, source.input_norm, source.mlp_norm, **linears))
         norm = base.embedding_norm if config.model_type == "lfm2" else base.norm
+        padded = padded_rows([(plans[shape], count) for shape, count in counts.items()])
         return LeanDecoder(
             embedding=base.embed_tokens.weight.detach(),
             layers=layers,
             final_norm=_norm(norm),
-            head=linear(head.weight.detach(), head.bias),
+            head=_head(head.weight.detach(), head.bias, plans[tuple(head.weight.shape)], padded),
             rotation=_rotation_table(base.rotary_emb, min(capacity, config.max_position_embeddings), norm.weight.dtype),
             plans=list(plans.values()),
-            padded_rows=padded_rows([(plans[shape], count) for shape, count in counts.items()]),
+            padded_rows=padded,
         )
 
 
@@ -90,7 +102,16 @@ def _plans(model: Any, measure: bool) -> dict[tuple[int, ...], LinearPlan]:
             known = weights[tuple(weight.shape)]
             if sum(w.numel() * w.element_size() for w in known) < BYTES_TO_DEFEAT_CACHE:
                 known.append(weight)
-    return {shape: measure_plan(ws) for shape, ws in weights.items()}
+    measured = {shape: measure_plan(ws) for shape, ws in weights.items()}
+    if model.lm_head.bias is None:
+        measured[tuple(head.shape)] = screen_plan(head, measured[tuple(head.shape)])
+    return measured
+
+
+def _head(weight: Tensor, bias: Tensor | None, plan: LinearPlan, padded: dict[int, int]) -> LMHead:
+    if plan.storage == SCREENED:
+        return ScreenedHead(weight, PackedLinear(weight.bfloat16(), None, LinearPlan(weight.shape[0], weight.shape[1], PACKED)))
+    return FullHead(PackedLinear(weight, bias, plan), padded)
 
 
 @dataclass(frozen=True)

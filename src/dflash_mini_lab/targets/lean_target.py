@@ -87,8 +87,7 @@ class LeanSession:
         ids = crossings.send(tokens, self.target.embedding.device)[None]
         hidden, tapped = decoder.forward(ids, cache, self.taps)
         self.features.record([rows[0] for rows in tapped])
-        logits = decoder.logits(hidden[0, -1:] if last_only else hidden[0])
-        return crossings.integers(logits[:, : self.target.vocabulary].argmax(dim=-1))
+        return crossings.integers(decoder.greedy(hidden[0, -1:] if last_only else hidden[0], self.target.vocabulary))
 
 
 def checked_taps(taps: Sequence[int], target: LeanTarget) -> tuple[int, ...]:

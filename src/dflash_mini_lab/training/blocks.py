@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 
 from dflash_mini_lab.training.losses import UNTRAINED
-from dflash_mini_lab.training.shards import Sequence, read_features
+from dflash_mini_lab.training.shards import Sequence, read_features, read_likely
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """features `[N, tokens, taps · hidden]`; anchors, anchor_ids `[N, A]`; labels `[N, A, S]` in target ids or UNTRAINED."""
+    """features `[N, tokens, taps · hidden]`; anchors, anchor_ids `[N, A]`; labels `[N, A, S]` in target ids or UNTRAINED;
+    likely_ids, likely `[N, A, S, candidates]`: what the target held likeliest at each slot, given the true tokens before it."""
 
     features: Tensor
     anchors: Tensor
     anchor_ids: Tensor
     labels: Tensor
+    likely_ids: Tensor
+    likely: Tensor
 
 
 def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generator: torch.Generator) -> Blocks:
@@ -27,7 +30,7 @@ def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generat
     read = [read_features(sequence) for sequence in sequences]
     longest = max(len(rows) for rows in read)
     features = torch.zeros(len(read), longest, read[0].shape[1], dtype=read[0].dtype)
-    places, ids, labels = [], [], []
+    places, ids, labels, likely_ids, likely = [], [], [], [], []
     for index, (sequence, rows) in enumerate(zip(sequences, read, strict=True)):
         features[index, : len(rows)] = rows
         last = len(sequence.tokens) - 2
@@ -38,7 +41,11 @@ def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generat
         places.append(place)
         ids.append(sequence.tokens[place])
         labels.append(torch.where(inside, label, UNTRAINED))
-    return Blocks(features, torch.stack(places), torch.stack(ids), torch.stack(labels))
+        candidates, probabilities = read_likely(sequence)
+        row = (slots - sequence.prompt_length).clamp(0, sequence.answer_tokens - 1)
+        likely_ids.append(candidates[row])
+        likely.append(probabilities[row])
+    return Blocks(features, *map(torch.stack, (places, ids, labels, likely_ids, likely)))
 
 
 def choose_draft_vocabulary(sequences: Iterable[Sequence], size: int, vocabulary: int) -> Tensor:

@@ -9,10 +9,20 @@ UNTRAINED = -100
 """Label of a slot that is past the end of its sequence or whose token is outside the draft vocabulary."""
 
 
-def slot_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """`logits [..., S, V]`, `labels [..., S]` (UNTRAINED allowed) → cross-entropy `[..., S]`, 0 where untrained."""
-    flat = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=UNTRAINED, reduction="none")
+def slot_cross_entropy(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """`log_probabilities [..., S, V]`, `labels [..., S]` (UNTRAINED allowed) → cross-entropy `[..., S]`, 0 where untrained."""
+    flat = F.nll_loss(log_probabilities.flatten(0, -2), labels.flatten(), ignore_index=UNTRAINED, reduction="none")
     return flat.view(labels.shape)
+
+
+def teacher_cross_entropy(log_probabilities: Tensor, rows: Tensor, likely: Tensor) -> Tensor:
+    """Cross-entropy `[..., S]` to the target's own distribution, `-Σ_k p_k log q_k` over its likeliest tokens.
+
+    `log_probabilities [..., S, V]` of the drafter; `rows [..., S, candidates]` of those tokens in the draft vocabulary
+    (UNTRAINED: not in it, left out); `likely [..., S, candidates]` their probabilities.
+    """
+    known = log_probabilities.gather(-1, rows.clamp(min=0))
+    return -(likely * (rows >= 0) * known).sum(-1)
 
 
 def decay_weights(slots: int, gamma: float) -> Tensor:

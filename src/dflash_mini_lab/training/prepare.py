@@ -1,14 +1,14 @@
 """`--prepare`: from nothing but the target to verified drafter artifacts. Every stage is kept on disk and can be resumed.
 
 1 prompts: the seeds, and user turns (chat) or texts (base) that the target samples itself; 2 answers: greedy, with features;
-3 training; 4 artifacts: checkpoint, provenance, log, manifest.
+3 the drafter; 4 artifacts: checkpoint, provenance, log, manifest; 5 heads beside the drafter, which stays as it is.
 """
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,32 +21,37 @@ from dflash_mini_lab import artifacts
 from dflash_mini_lab.catalog import resolve
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.drafters.block import BlockDrafter
-from dflash_mini_lab.drafters.checkpoint import CONFIG_FILE, TENSOR_FILE, DrafterConfig, save_checkpoint
+from dflash_mini_lab.drafters.checkpoint import CONFIG_FILE, TENSOR_FILE, DrafterConfig, load_checkpoint, save_checkpoint
+from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
-from dflash_mini_lab.prompts import load_prompts, not_held_out, training_texts
+from dflash_mini_lab.prompts import load_prompts, not_held_out
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.loading import LoadedTarget, load_target
 from dflash_mini_lab.targets.weights import fetch
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary
-from dflash_mini_lab.training.prompts import own_prompts
-from dflash_mini_lab.training.recipe import DATA_SHARE, RECIPES, Recipe, choose_mask_token, drafter_config
-from dflash_mini_lab.training.shards import Sequence, read_sequences, split, write_shard
+from dflash_mini_lab.training.heads import add_heads
+from dflash_mini_lab.training.prompts import hold_out, own_prompts, training_texts
+from dflash_mini_lab.training.recipe import DATA_SHARE, HEADS_SHARE, RECIPES, Recipe, choose_mask_token, drafter_config
+from dflash_mini_lab.training.shards import Sequence, read_sequences, write_shard
 from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
 from dflash_mini_lab.training.train import LOG_FILE, RealLoop, train_drafter
 from dflash_mini_lab.types import UserError
 
-OWN_PROMPTS_SHARE = 0.2
+OWN_PROMPTS_SHARE = 0.3
 """Share of the data time that samples the target's own prompts."""
-REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 6, 32
+REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 8, 48
 FEWEST_SEQUENCES = 16
 LONGEST_SEQUENCE = 1024
 """Tokens of a prompt and its answer; a target with a shorter context sets its own limit."""
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+TRAIN_SEEDS = BENCHMARKS / "train_seeds.json"
 PROVENANCE_FILE, STATE_FILE, PROMPTS_FILE = "provenance.json", "prepare-state.json", "own-prompts.json"
 MADE_FOR_FILE = "made-for.json"
+ANSWERS, HELD_OUT = "answers", "held-out"
+"""Folders of shards."""
 
 
 def prepare(settings: Settings) -> Path:
@@ -76,13 +81,16 @@ def prepare(settings: Settings) -> Path:
     refuse_other_work(work, {"drafter": config.as_json(), "weights": weights})
     say(f"Preparing a drafter for {entry.name}: {recipe.minutes:g} minutes, kept in {work} (interrupt and go on as you like).")
     collect(loaded, config, recipe, work)
-    training, held_out = split(read_sequences(work / "answers"), recipe.held_out_share)
+    training, held_out = read_sequences(work / ANSWERS), read_sequences(work / HELD_OUT)
     if len(training) < FEWEST_SEQUENCES:
         raise UserError(f"Only {len(training)} answers in the time given: --prepare-minutes needs to be larger.")
     draft_to_target = choose_draft_vocabulary(training, recipe.draft_vocabulary, loaded.vocabulary)
     real = load_target(entry.name, where, "float32", entry.prompt_format)
     tensors = target_tensors(real.stock_model(), config)
     began = time.monotonic()
+    earlier, start = _earlier_drafter(entry.name, config)
+    if start:
+        say(f"Training goes on from the drafter in {earlier.parent}.")
     checkpoint, look = train_drafter(
         config,
         recipe,
@@ -90,15 +98,17 @@ def prepare(settings: Settings) -> Path:
         draft_to_target,
         training,
         held_out,
-        recipe.minutes * 60 * (1 - DATA_SHARE),
+        recipe.minutes * 60 * (1 - DATA_SHARE - HEADS_SHARE),
         work,
         real_loop(real, tensors, held_out),
+        start,
     )
     folder = settings.artifact_dir or artifacts.prepared_folder(settings.cache, entry.name)
     provenance = {
         "made_with": "python run_cpu.py --prepare",
         "recipe": asdict(recipe),
         "target_weights": weights,
+        "started_from": artifacts.sha256(earlier) if start else "the target's own last layers",
         "sequences": len(training),
         "answer_tokens": sum(sequence.answer_tokens for sequence in training),
         "draft_vocabulary_coverage": _coverage(draft_to_target, held_out),
@@ -106,9 +116,20 @@ def prepare(settings: Settings) -> Path:
         "last_look": look,
     }
     write_artifacts(folder, entry.name, config, checkpoint, provenance, work / LOG_FILE)
+    add_heads(folder, training, held_out, tensors, recipe, recipe.minutes * 60 * HEADS_SHARE, work)
     reached = [look[name] or "not measured, too few answers" for name in ("held_out_tau", "real_loop_tau")]
     say(f"Held-out acceptance length τ {reached[0]}, in the real loop {reached[1]}. Artifacts: {folder}")
     return folder
+
+
+def _earlier_drafter(target: str, config: DrafterConfig) -> tuple[Path, dict[str, Tensor] | None]:
+    """The tensor file of the drafter that the repository has for `target`, and its tensors where its shape is `config`'s."""
+    folder = artifacts.REPOSITORY / target
+    path = folder / TENSOR_FILE
+    if not path.is_file():
+        return path, None
+    found, tensors = load_checkpoint(folder)
+    return path, tensors if replace(found, block_size=config.block_size) == config else None
 
 
 def refuse_other_work(work: Path, made_for: dict[str, Any]) -> None:
@@ -135,15 +156,21 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     decoder = build_lean_decoder(loaded.stock_model(), capacity=LONGEST_SEQUENCE, consume=True)
     loaded.release_stock()
     began = time.monotonic() - spent
-    texts = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
-    texts += training_texts(BENCHMARKS / "train_seeds.json")
-    held_out = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
-    texts = not_held_out(texts, held_out)
-    prompts = [ids for ids in map(loaded.encode_prompt, dict.fromkeys(texts)) if 0 < len(ids) <= longest]
-    batches = equal_length_batches(prompts, recipe.teacher_batch, recipe.seed)
+    own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
+    measured = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
+
+    def encoded(texts: Iterable[str]) -> dict[str, list[int]]:
+        pairs = ((text, list(loaded.encode_prompt(text))) for text in dict.fromkeys(not_held_out(list(texts), measured)))
+        return {text: ids for text, ids in pairs if 0 < len(ids) <= longest}
+
+    prompts = encoded(own)
+    held_out = {text: prompts.pop(text) for text in hold_out(prompts, recipe.held_out_prompts)}
+    prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", TRAIN_SEEDS, recipe.seed))
+    batches = [(HELD_OUT, batch) for batch in equal_length_batches(list(held_out.values()), recipe.teacher_batch, recipe.seed, 1)]
+    batches += [(ANSWERS, batch) for batch in equal_length_batches(list(prompts.values()), recipe.teacher_batch, recipe.seed)]
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", disable=None, desc="answers")
-    for index, batch in enumerate(batches):
-        path = work / "answers" / f"{index:05d}.safetensors"
+    for index, (folder, batch) in enumerate(batches):
+        path = work / folder / f"{index:05d}.safetensors"
         if not path.exists():
             write_shard(path, continue_batch(decoder, batch, recipe.answer_tokens, sorted(loaded.stop_ids), config.taps))
             spent = time.monotonic() - began
@@ -235,6 +262,4 @@ def _read_state(work: Path) -> float:
 
 
 def _write_state(work: Path, seconds: float) -> None:
-    part = work / (STATE_FILE + ".part")
-    part.write_text(json.dumps({"data_seconds": round(seconds, 1)}), encoding="utf-8")
-    os.replace(part, work / STATE_FILE)
+    replace_file(work / STATE_FILE, json.dumps({"data_seconds": round(seconds, 1)}).encode("utf-8"))

@@ -2,11 +2,16 @@
 from __future__ import annotations
 
 import random
+import re
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from dflash_mini_lab.prompts import around_own_prompts, training_seeds
 from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.loading import LoadedTarget
 from dflash_mini_lab.training.recipe import Recipe
@@ -14,6 +19,12 @@ from dflash_mini_lab.training.teacher import continue_batch
 
 SHORTEST = 12
 """Characters; shorter texts are greetings and fragments."""
+HELD_OUT_BATCH = 16
+"""Held-out prompts of one length."""
+REQUESTS = 2
+"""Requests about each own prompt: they vary the answers for no sampling."""
+FEWEST_SEEDS = 1000
+"""A drafter learns the seeds' patterns by heart: there are at most half as many seeds as own prompts, or this many."""
 PLACE = "\u241f"
 """Stands for the user's words while the template is cut open; a character that no template contains."""
 
@@ -21,8 +32,9 @@ PLACE = "\u241f"
 def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, until: float) -> list[str]:
     """Texts sampled at temperature 1 until `until` (monotonic seconds), without duplicates, sorted.
 
-    Chat target: the template up to the start of the user turn, continued to the end-of-turn token. Base target: a random piece
-    of text from the beginning-of-sequence token (or the end-of-text one), cut at `own_prompt_tokens`.
+    Chat target: the template up to the start of the user turn, continued to the end-of-turn token; a turn still unfinished at
+    `own_prompt_tokens` is cut after its last whole sentence. Base target: a random piece of text from the
+    beginning-of-sequence token (or the end-of-text one).
     """
     chat = loaded.prompt_format == "chat"
     opening = _user_turn_opening(loaded) if chat else _text_opening(loaded)
@@ -34,11 +46,10 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
     while time.monotonic() < until:
         batch = torch.tensor([opening] * recipe.teacher_batch)
         for trajectory in continue_batch(decoder, batch, recipe.own_prompt_tokens, stops, temperature=1.0, generator=generator):
-            ended = trajectory.tokens[-1] in loaded.stop_ids
-            if chat and not ended:
-                continue
             text = loaded.decode_text(trajectory.tokens[len(opening) :]).strip()
-            if not chat:
+            if chat and trajectory.tokens[-1] not in loaded.stop_ids:
+                text = _whole_sentences(text)
+            elif not chat:
                 words = text.split()
                 text = " ".join(words[: random.Random(len(found)).randint(4, 24)])
             if len(text) >= SHORTEST:
@@ -47,6 +58,38 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
         bar.refresh()
     bar.close()
     return sorted(found)
+
+
+def hold_out(prompts: Mapping[str, Sequence[int]], most: int) -> list[str]:
+    """Up to `most` of the texts (text → token ids), kept out of training in any form; what training is judged on.
+
+    An eighth of each token length, at most HELD_OUT_BATCH of it, the commonest lengths first: each length is one batch.
+    """
+    by_length: dict[int, list[str]] = defaultdict(list)
+    for text, ids in prompts.items():
+        by_length[len(ids)].append(text)
+    chosen: list[str] = []
+    for texts in sorted(by_length.values(), key=len, reverse=True):
+        chosen += texts[: min(len(texts) // 8, HELD_OUT_BATCH, most - len(chosen))]
+    return chosen
+
+
+def training_texts(own: Sequence[str], chat: bool, seeds: Path, seed: int) -> list[str]:
+    """The target's own prompts; for a chat target each again inside REQUESTS requests about it; and some of the file's seeds."""
+    order = random.Random(seed)
+    frames = around_own_prompts(seeds) if chat else []
+    framed = [
+        frame.replace("{x}", text) for text in own for frame in order.sample(frames, min(REQUESTS, len(frames)))
+    ]
+    patterns = list(training_seeds(seeds))
+    order.shuffle(patterns)
+    return [*own, *framed, *patterns[: max(len(own) // 2, FEWEST_SEEDS)]]
+
+
+def _whole_sentences(text: str) -> str:
+    """`text` up to its last sentence end; nothing where it has none."""
+    ends = list(re.finditer(r"[.?!:][\"')]?(?=\s)", text))
+    return text[: ends[-1].end()] if ends else ""
 
 
 def _user_turn_opening(loaded: LoadedTarget) -> list[int]:

@@ -7,8 +7,8 @@ from typing import Any
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig
 from dflash_mini_lab.types import UserError
 
-DATA_SHARE = 0.4
-"""Share of the preparation time that goes into teacher data; the rest trains."""
+DATA_SHARE, HEADS_SHARE = 0.4, 0.1
+"""Shares of the preparation time that go into teacher data and into the heads; the rest trains the drafter."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,19 @@ class Recipe:
     answer_tokens: int = 128
     own_prompt_tokens: int = 80
     teacher_batch: int = 128
-    sequences: int = 8
-    anchors: int = 40
+    sequences: int = 12
+    anchors: int = 27
+    teacher_share: float = 0.5
+    """Share of the loss that asks for the target's distribution; the rest asks for its choice."""
     learning_rate: float = 1.5e-3
     warm_up: float = 0.04
     final_rate: float = 0.03
-    held_out_share: float = 0.03
+    held_out_prompts: int = 192
     minutes: float = 60.0
     seed: int = 7
 
 
-RECIPES = {"smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0)}
+RECIPES = {"smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0, learning_rate=1e-3)}
 """Targets whose recipe differs from the default."""
 
 

@@ -1,11 +1,10 @@
 """Teacher data on disk: one safetensors file a batch, written whole or not at all, read a sequence at a time.
 
-Tensors: `tokens` int32 `[Σ length]`, `lengths`, `prompt_lengths`, `features` bfloat16 `[Σ (length - 1), taps · hidden]`.
+Tensors: `tokens` int32 `[Σ length]`, `lengths`, `prompt_lengths`, `features` bfloat16 `[Σ (length - 1), taps · hidden]`,
+`likely_ids` int32 and `likely` bfloat16 `[Σ answer tokens, TEACHER_CANDIDATES]`.
 """
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflash_mini_lab.drafters.checkpoint import save_tensors
+from dflash_mini_lab.files import replacing
 from dflash_mini_lab.training.teacher import Trajectory
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One trajectory on disk. `tokens [length]` int64; features are read by `read_features`."""
+    """One trajectory on disk. `tokens [length]` int64; features and teacher candidates are read when they are asked for."""
 
     tokens: Tensor
     prompt_length: int
     shard: Path
     first_feature: int
+    first_answer: int
 
     @property
     def answer_tokens(self) -> int:
@@ -35,16 +36,16 @@ class Sequence:
 def write_shard(path: Path, trajectories: Iterable[Trajectory]) -> int:
     """Returns the number of answer tokens written."""
     found = list(trajectories)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
     tensors = {
         "tokens": torch.tensor([token for t in found for token in t.tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(t.tokens) for t in found]),
         "prompt_lengths": torch.tensor([t.prompt_length for t in found]),
         "features": torch.cat([t.features.flatten(1) for t in found]).bfloat16(),
+        "likely_ids": torch.cat([t.likely_ids for t in found]),
+        "likely": torch.cat([t.likely for t in found]),
     }
-    save_tensors(tensors, part)
-    os.replace(part, path)
+    with replacing(path) as part:
+        save_tensors(tensors, part)
     return sum(len(t.tokens) - t.prompt_length for t in found)
 
 
@@ -55,10 +56,10 @@ def read_sequences(folder: Path) -> list[Sequence]:
         with safe_open(path, "pt") as shard:
             tokens = shard.get_tensor("tokens").long()
             lengths, prompts = shard.get_tensor("lengths").tolist(), shard.get_tensor("prompt_lengths").tolist()
-            token, feature = 0, 0
+            token, feature, answer = 0, 0, 0
             for length, prompt in zip(lengths, prompts, strict=True):
-                found.append(Sequence(tokens[token : token + length], prompt, path, feature))
-                token, feature = token + length, feature + length - 1
+                found.append(Sequence(tokens[token : token + length], prompt, path, feature, answer))
+                token, feature, answer = token + length, feature + length - 1, answer + length - prompt
     return found
 
 
@@ -69,12 +70,8 @@ def read_features(sequence: Sequence) -> Tensor:
         return shard.get_slice("features")[sequence.first_feature : sequence.first_feature + rows]
 
 
-def split(sequences: list[Sequence], held_out_share: float) -> tuple[list[Sequence], list[Sequence]]:
-    """Training and held-out sequences, by a digest of the prompt: the same prompt is never on both sides."""
-    training: list[Sequence] = []
-    held_out: list[Sequence] = []
-    for sequence in sequences:
-        prompt = sequence.tokens[: sequence.prompt_length].numpy().tobytes()
-        place = int.from_bytes(hashlib.sha256(prompt).digest()[:4], "big") / 2**32
-        (held_out if place < held_out_share else training).append(sequence)
-    return training, held_out
+def read_likely(sequence: Sequence) -> tuple[Tensor, Tensor]:
+    """The target's likeliest ids (int64) and their probabilities (float32), `[answer tokens, candidates]` each."""
+    with safe_open(sequence.shard, "pt") as shard:
+        rows = slice(sequence.first_answer, sequence.first_answer + sequence.answer_tokens)
+        return shard.get_slice("likely_ids")[rows].long(), shard.get_slice("likely")[rows].float()

@@ -22,13 +22,23 @@ COMPACT_BELOW = 0.85
 """Share of unfinished sequences under which the batch is compacted; each compaction copies the whole cache."""
 
 
+TEACHER_CANDIDATES = 16
+"""Tokens kept of the target's distribution at each answer token: nearly all of its mass, at a thousandth of the size."""
+
+
 @dataclass(frozen=True)
 class Trajectory:
-    """One prompt and its answer. `features [tokens - 1, taps, hidden]`: the last token was never fed back."""
+    """One prompt and its answer. `features [tokens - 1, taps, hidden]`: the last token was never fed back.
+
+    `likely_ids`, `likely [answer tokens, TEACHER_CANDIDATES]`: the tokens the target held likeliest where it chose each answer
+    token, best first, and their probabilities.
+    """
 
     tokens: list[int]
     prompt_length: int
     features: Tensor
+    likely_ids: Tensor
+    likely: Tensor
 
 
 @torch.inference_mode()
@@ -52,6 +62,9 @@ def continue_batch(
     tokens = torch.zeros(batch, length + new_tokens, dtype=torch.long)
     tokens[:, :length] = prompts
     features = torch.zeros(batch, length + new_tokens - 1, len(taps), decoder.hidden_size, dtype=decoder.dtype)
+    candidates = min(TEACHER_CANDIDATES, len(decoder.embedding))
+    likely_ids = torch.zeros(batch, new_tokens, candidates, dtype=torch.int32)
+    likely = torch.zeros(batch, new_tokens, candidates, dtype=torch.bfloat16)
     stops = torch.tensor(list(stop_ids))
     going = torch.ones(batch, dtype=torch.bool)
     if shared:
@@ -64,12 +77,24 @@ def continue_batch(
         hidden, tapped = decoder.forward(step, cache, taps)
         if taps:
             features[:, position - step.shape[1] : position] = torch.stack(tapped, dim=2)
-        step = _next_tokens(decoder.logits(hidden[:, -1]), temperature, generator)[:, None]
+        logits = decoder.logits(hidden[:, -1])
+        step = _next_tokens(logits, temperature, generator)[:, None]
         tokens[:, position] = step[:, 0]
+        answered = position - length + 1
+        if taps:
+            best, ids = logits.float().topk(candidates)
+            likely_ids[:, answered - 1] = ids
+            likely[:, answered - 1] = (best - logits.float().logsumexp(-1, keepdim=True)).exp()
         last = position == length + new_tokens - 1
         done = going & (torch.isin(step[:, 0], stops) | last)
         for row in done.nonzero()[:, 0].tolist():
-            yield Trajectory(tokens[row, : position + 1].tolist(), length, features[row, :position].clone())
+            yield Trajectory(
+                tokens[row, : position + 1].tolist(),
+                length,
+                features[row, :position].clone(),
+                likely_ids[row, :answered].clone(),
+                likely[row, :answered].clone(),
+            )
         going &= ~done
         if not going.any():
             return
@@ -77,10 +102,11 @@ def continue_batch(
             rows = going.nonzero()[:, 0]
             cache.select(rows)
             tokens, features, step, going = tokens[rows], features[rows], step[rows], going[rows]
+            likely_ids, likely = likely_ids[rows], likely[rows]
 
 
-def equal_length_batches(prompts: list[list[int]], batch: int, seed: int) -> list[Tensor]:
-    """Group prompts by exact length into shuffled batches `[≤ batch, length]`; buckets under SMALLEST_BATCH are left out."""
+def equal_length_batches(prompts: list[list[int]], batch: int, seed: int, smallest: int = SMALLEST_BATCH) -> list[Tensor]:
+    """Group prompts by exact length into shuffled batches `[≤ batch, length]`; those under `smallest` prompts are left out."""
     order = random.Random(seed)
     buckets: dict[int, list[list[int]]] = defaultdict(list)
     for prompt in prompts:
@@ -89,7 +115,7 @@ def equal_length_batches(prompts: list[list[int]], batch: int, seed: int) -> lis
     for bucket in buckets.values():
         order.shuffle(bucket)
         parts = [bucket[start : start + batch] for start in range(0, len(bucket), batch)]
-        batches += [torch.tensor(part) for part in parts if len(part) >= SMALLEST_BATCH]
+        batches += [torch.tensor(part) for part in parts if len(part) >= smallest]
     order.shuffle(batches)
     return batches
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, save_tensors
+from dflash_mini_lab.files import replacing
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.training.blocks import Blocks, cut_blocks, target_to_draft
-from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, slot_cross_entropy
+from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, slot_cross_entropy, teacher_cross_entropy
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.shards import Sequence
@@ -53,15 +53,21 @@ def train_drafter(
     seconds: float,
     folder: Path,
     real_loop: RealLoop | None = None,
+    start: dict[str, Tensor] | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Train until `seconds` of training time are used up (time of earlier, interrupted runs in `folder` counts).
 
-    `target_tensors`: `embedding`, `head` `[vocabulary, hidden]` and, for the warm start, `layers`. Returns the checkpoint's
-    tensors and the last look (held-out τ over anchors, per-slot accuracy, real-loop τ).
+    `target_tensors`: `embedding`, `head` `[vocabulary, hidden]` and, for the warm start, `layers`. `start`: tensors of an earlier
+    drafter of the same shape, to go on from on other data. Returns the checkpoint's tensors and the last look (held-out τ over
+    anchors, per-slot accuracy, real-loop τ).
     """
     torch.manual_seed(recipe.seed)
     model = TrainableDrafter(config)
-    warm_start(model, target_tensors)
+    if start:
+        model.load_state_dict({name: tensor.float() for name, tensor in start.items() if name != DRAFT_TO_TARGET})
+    else:
+        warm_start(model, target_tensors)
     trainer = _Trainer(model, recipe, target_tensors, draft_to_target)
     progress = trainer.resume(folder) or Progress()
     generator = torch.Generator().manual_seed(recipe.seed + progress.step)
@@ -69,7 +75,7 @@ def train_drafter(
     look: dict[str, Any] = {}
     next_look = progress.seconds + LOOK_EVERY_S
     bar = tqdm(total=round(seconds), initial=round(progress.seconds), unit="s", disable=None, desc="training")
-    began = time.monotonic() - progress.seconds
+    began = now() - progress.seconds
     try:
         while progress.seconds < seconds:
             if len(order) < recipe.sequences:
@@ -79,7 +85,7 @@ def train_drafter(
             loss = trainer.step(blocks, learning_rate_share(progress.seconds / seconds, recipe))
             progress.step += 1
             progress.tokens_seen += sum(sequence.answer_tokens for sequence in group)
-            progress.seconds = time.monotonic() - began
+            progress.seconds = now() - began
             bar.n = min(round(progress.seconds), bar.total)
             bar.set_postfix(loss=f"{loss:.2f}", tau=f"{look.get('held_out_tau') or 1:.2f}", refresh=False)
             bar.refresh()
@@ -91,7 +97,7 @@ def train_drafter(
                 if bar.disable:  # no terminal: a line for the log instead
                     print(f"training {progress.seconds:.0f} of {seconds:.0f} s: {json.dumps(look)}", flush=True)
                 next_look = progress.seconds + LOOK_EVERY_S
-                began = time.monotonic() - progress.seconds
+                began = now() - progress.seconds
     except KeyboardInterrupt:
         trainer.save(folder, progress)
         raise
@@ -151,8 +157,11 @@ class _Trainer:
 
     def step(self, blocks: Blocks, rate_share: float) -> float:
         labels = torch.where(blocks.labels >= 0, self.to_draft[blocks.labels.clamp(min=0)], UNTRAINED)
-        losses = slot_cross_entropy(self.logits(blocks), labels)
-        weights = dpace_weights(torch.exp(-losses)) * (labels >= 0)
+        log_probabilities = self.logits(blocks).float().log_softmax(-1)
+        hard = slot_cross_entropy(log_probabilities, labels)
+        soft = teacher_cross_entropy(log_probabilities, self.to_draft[blocks.likely_ids], blocks.likely)
+        weights = dpace_weights(torch.exp(-hard)) * (labels >= 0)
+        losses = torch.lerp(hard, soft, self.recipe.teacher_share)
         loss = (weights * losses).sum() / weights.sum().clamp(min=1e-6)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -195,9 +204,8 @@ class _Trainer:
         for index, state in self.optimiser.state_dict()["state"].items():
             tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
         facts = {"step": str(progress.step), "seconds": str(progress.seconds), "tokens_seen": str(progress.tokens_seen)}
-        part = folder / (STATE_FILE + ".part")
-        save_tensors({name: tensor.detach().clone() for name, tensor in tensors.items()}, part, facts)
-        os.replace(part, folder / STATE_FILE)
+        with replacing(folder / STATE_FILE) as part:
+            save_tensors({name: tensor.detach().clone() for name, tensor in tensors.items()}, part, facts)
 
     def resume(self, folder: Path) -> Progress | None:
         path = folder / STATE_FILE

@@ -1,0 +1,89 @@
+"""12 V12 PARAREAL: a few rounds of a learned correction of all scores at once, a coarse solver's answer made finer.
+
+The correction is a ridge regression of what the target's logits would add, on eight features. Training fits it on the same
+`features`, so that both mean the same.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dflash_mini_lab.scores import centred, margins
+from dflash_mini_lab.types import Draft, Method, PararealFit, Proposal
+
+FEATURES = (
+    "current centred score",
+    "coarse centred score",
+    "rank / (K-1)",
+    "slot / (S-1)",
+    "coarse margin",
+    "candidate · last token, embeddings, / √H",
+    "candidate · mean of the prefix, embeddings, / √H",
+    "current score × slot position",
+)
+LARGEST = 1e4
+"""Logits are clipped to ± this, so that an infinite one leaves no NaN behind."""
+
+
+def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
+    """No settings: K, ω, the rounds R and the clip are the fit's own. R·S·K scores."""
+    fit = draft.heads.parareal
+    assert fit is not None
+    ids, scores = draft.top(fit.candidates)
+    coarse = coarse_scores(scores)
+    fixed = fixed_features(scores, similarity(draft, ids))
+    refined = coarse
+    for _ in range(fit.rounds):
+        refined = refine(fit, refined, coarse, fixed)
+    return Proposal.along(ids, refined.argmax(axis=1), work=fit.rounds * ids.size)
+
+
+def refine(fit: PararealFit, current: np.ndarray, coarse: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+    """One round, `q ← centre(q + ω·clip(L·features(q)))`: `[S, K]` → `[S, K]`."""
+    correction = (features(current, coarse, fixed) - fit.mean) / fit.scale @ fit.weights + fit.intercept
+    return centred(current + fit.omega * np.clip(correction, -fit.clip, fit.clip))
+
+
+def coarse_scores(scores: np.ndarray) -> np.ndarray:
+    """`q_0 [S, K]`: the draft logits centred per slot, as float64."""
+    return centred(np.clip(scores, -LARGEST, LARGEST).astype(np.float64))
+
+
+def similarity(draft: Draft, ids: np.ndarray) -> np.ndarray:
+    """`[S, K, 2]`: embedding products over √H of each candidate with the anchor, and with the mean of the committed tokens."""
+    candidates = draft.embeddings(ids)
+    others = np.stack([draft.embeddings(np.array(draft.anchor)), draft.prefix_embedding()], axis=1)
+    return candidates @ others / np.sqrt(candidates.shape[-1])
+
+
+def fixed_features(scores: np.ndarray, similar: np.ndarray) -> np.ndarray:
+    """Features 3 to 7, the same in every round, `[S, K, 5]`. scores `[S, K]`: draft logits, best first."""
+    slots, candidates = scores.shape
+    parts = (
+        (np.arange(candidates) / max(candidates - 1, 1))[None, :, None],
+        slot_positions(slots)[:, None, None],
+        np.minimum(margins(scores), LARGEST)[:, None, None],
+        similar,
+    )
+    return np.concatenate([np.broadcast_to(part, (slots, candidates, part.shape[-1])) for part in parts], axis=-1)
+
+
+def features(current: np.ndarray, coarse: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+    """`[S, K, 8]` in the order of FEATURES. current, coarse `[S, K]`; fixed `[S, K, 5]`."""
+    times_position = current * slot_positions(len(current))[:, None]
+    return np.concatenate([current[..., None], coarse[..., None], fixed, times_position[..., None]], axis=-1)
+
+
+def slot_positions(slots: int) -> np.ndarray:
+    return np.arange(slots) / max(slots - 1, 1)
+
+
+PARAREAL = Method(
+    "12",
+    "parareal",
+    "V12 PARAREAL",
+    "all scores corrected at once, two rounds of a ridge regression towards the target's, then the first choice",
+    select,
+    needs=("parareal",),
+)

@@ -1,0 +1,42 @@
+"""14 V14 Simple PARAREAL: the one slot whose second candidate the target probably prefers, by a three-number estimate."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dflash_mini_lab.scores import margins
+from dflash_mini_lab.types import Draft, GapFit, Method, Proposal
+
+LARGEST = 1e4
+"""Margins are clipped to this, so that an infinite one leaves no NaN behind."""
+
+
+def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
+    """`gap = G + ω (F̂ - G)` with `omega` ω; the slot of the most negative gap under `threshold` (logits), if there is one, takes
+    its second candidate. S gaps."""
+    fit = draft.heads.gap
+    assert fit is not None
+    ids, scores = draft.top(2)
+    margin = np.minimum(margins(scores).astype(np.float64), LARGEST)
+    gap = margin + settings["omega"] * (target_gap(fit, margin) - margin)
+    choice = np.zeros(draft.slots, dtype=np.int64)
+    worst = int(gap.argmin())
+    choice[worst] = gap[worst] < settings["threshold"]
+    return Proposal.along(ids, choice, work=gap.size)
+
+
+def target_gap(fit: GapFit, margin: np.ndarray) -> np.ndarray:
+    """`F̂ = a + b·G + c·i/(S-1)`: the target's gap between the draft's two best tokens, from the draft's `[S]`."""
+    return fit.intercept + fit.margin * margin + fit.slot * np.arange(len(margin)) / max(len(margin) - 1, 1)
+
+
+SIMPLE_PARAREAL = Method(
+    "14",
+    "simple-parareal",
+    "V14 Simple PARAREAL",
+    "DFlash's tokens, but one slot takes its second candidate where a fitted estimate says that the target prefers it",
+    select,
+    settings={"omega": 1.0, "threshold": 0.0},
+    needs=("gap",),
+)

@@ -1,0 +1,70 @@
+"""From scores to a path through the candidates: Viterbi, anchored gap fill, and where a proposal ends. NumPy only.
+
+A path is one candidate index a slot, `choice [S]`; a slot that has none yet holds -1.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Neighbour = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""`(slots [n], candidate of the slot beside each [n]) → pair scores [n, K]` of the slots' own candidates."""
+
+
+def viterbi(nodes: np.ndarray, first: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The path of the greatest sum `nodes[i, k]` + `first[k]` (slot 0) + `edges[i - 1, j, k]`; of equal ones the lower indices.
+
+    nodes `[S, K]`, first `[K]`, edges `[S - 1, K, K]`.
+    """
+    best = nodes[0] + first
+    came_from = []
+    for node, edge in zip(nodes[1:], edges, strict=True):
+        totals = best[:, None] + edge
+        came_from.append(totals.argmax(axis=0))
+        best = totals.max(axis=0) + node
+    path = [int(best.argmax())]
+    for before in reversed(came_from):
+        path.append(int(before[path[-1]]))
+    return np.array(path[::-1])
+
+
+def unchosen(slots: int) -> np.ndarray:
+    return np.full(slots, -1)
+
+
+def repick(scores: np.ndarray, choice: np.ndarray, slots: np.ndarray, forward: Neighbour, backward: Neighbour) -> int:
+    """Choose in `slots`, all from the same snapshot of `choice`, by `scores + forward(left) + backward(right)`.
+
+    A neighbour counts only where it is chosen; slot 0's left one, the anchor, always is. Returns how many pair scores that took.
+    """
+    totals = scores[slots]  # a copy
+    left = (slots == 0) | (choice[slots - 1] >= 0)
+    right = slots < len(choice) - 1
+    right[right] = choice[slots[right] + 1] >= 0
+    after, before = slots[left], slots[right]
+    if after.size:
+        totals[left] += forward(after, choice[after - 1])
+    if before.size:
+        totals[right] += backward(before, choice[before + 1])
+    choice[slots] = totals.argmax(axis=1)
+    return (after.size + before.size) * scores.shape[1]
+
+
+def fill_gaps(scores: np.ndarray, choice: np.ndarray, forward: Neighbour, backward: Neighbour) -> int:
+    """Anchored gap fill: until none is left, every open slot that is slot 0 or has a chosen neighbour is chosen.
+
+    `choice` is completed in place. Returns how many pair scores that took.
+    """
+    work = 0
+    while (open_slots := choice < 0).any():
+        beside = np.ones(len(choice), dtype=bool)
+        beside[1:] = ~open_slots[:-1]
+        beside[:-1] |= ~open_slots[1:]
+        work += repick(scores, choice, np.flatnonzero(open_slots & beside), forward, backward)
+    return work
+
+
+def horizon(ends: np.ndarray, least: int = 0) -> int:
+    """Slots before the first that `ends [S]` (bool) marks, all without a mark; at least `least`."""
+    return max(int(ends.argmax()) if ends.any() else len(ends), least)
