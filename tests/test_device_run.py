@@ -87,6 +87,11 @@ def test_without_a_drafter_the_run_says_how_to_get_one(folder: Path, tmp_path: P
         run_benchmark(settings(folder, tmp_path, methods=("00", "01")), ["run_gpu.py"])
 
 
+def test_the_reference_in_numpy_is_refused_rather_than_run_on_the_cpu(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="runs in NumPy, on a CPU only: python run_cpu.py --target tiny"):
+        run_benchmark(settings(Path("tiny"), tmp_path), ["run_gpu.py"])
+
+
 def test_a_gpu_whose_memory_becomes_full_is_one_sentence(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
