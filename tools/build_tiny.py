@@ -58,7 +58,7 @@ class Recipe:
     answer_letters: int = 72
     drafter_layers: int = 1
     block_size: int = 4
-    drafter_steps: int = 300
+    drafter_steps: int = 500
     texts: int = 16
     anchors: int = 24
     drafter_rate: float = 4e-3
@@ -203,6 +203,9 @@ def train_drafter(
         target_name=NAME,
     )
     drafter = TrainableDrafter(config)
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)  # as the target's
     embedding = target.get_input_embeddings().weight.detach()
     slots = torch.arange(1, recipe.block_size)
     weights = torch.exp(-(slots - 1) / 4.0)
