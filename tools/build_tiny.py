@@ -256,7 +256,7 @@ def scheduled(
     model: torch.nn.Module, steps: int, rate: float, warm_up: float, size: int, batch: int
 ) -> Iterator[Tensor]:
     """Rows of each step's batch, every row once before any comes again; after the caller's `backward`, one AdamW step."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     first = max(1, int(warm_up * steps))
     curve = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: min(1.0, (step + 1) / first) * (0.5 + 0.5 * float(torch.cos(torch.tensor(3.1416 * step / steps))))
