@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import sample
 from sample import add_mismatch, add_tuning, interrupt, sample_benchmark
+from sample_rounds import add_rounds
 
 import dflash_mini_lab
 from dflash_mini_lab.report import render, write_report
@@ -47,7 +48,7 @@ class Page(HTMLParser):
         assert [tag] == [self.open.pop() if self.open else None], f"</{tag}> out of turn at {self.getpos()}"
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
+        if self.open and self.open[-1] not in ("style", "script"):
             self.words.append(data)
 
     def attributes(self, name: str) -> list[str]:
@@ -95,6 +96,7 @@ def states() -> dict[str, dict]:
         "no drafter": without,
         "tuned": add_tuning(sample_benchmark(prompts=2)),
         "tuned without calibration": add_tuning(sample_benchmark(prompts=2)) | {"calibration": without["calibration"]},
+        "recorded": add_rounds(sample_benchmark(prompts=2)),
         "losing": slow,
         "bare": bare,
         "partial results": partial,
@@ -279,7 +281,7 @@ def test_the_sample_file_is_what_its_builder_makes() -> None:
     assert sample.FILE.read_text(encoding="utf-8") == sample.written(sample_benchmark(prompts=3, repeats=2))
 
 
-@pytest.mark.parametrize("state", ["default", "smoke", "interrupted", "violation", "no drafter"])
+@pytest.mark.parametrize("state", ["default", "smoke", "interrupted", "violation", "no drafter", "recorded"])
 def test_the_sample_follows_the_schema(state: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     file = SOURCE / "benchmark.schema.json"

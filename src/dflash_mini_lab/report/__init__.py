@@ -1,8 +1,8 @@
 """The pages, each one self-contained HTML file: a run, two runs compared, and (`site`) an index over several.
 
 Never imports torch, never reaches the network. `view` prepares, `charts` draws, the templates place. Prompts, model output and
-machine names are untrusted text: autoescape is on, the page may run no script and load nothing, and its one style sheet is
-allowed by its hash.
+machine names are untrusted text: autoescape is on, the page may load nothing, and its one style sheet is allowed by its hash. So
+is the mechanism explorer's script, where a run has recorded rounds; no other page runs any.
 """
 
 from __future__ import annotations
@@ -70,9 +70,15 @@ def fill(template: str, page: dict[str, Any]) -> str:
     )
     environment.filters["whole"] = _whole
     style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode("utf-8")).digest()).decode("ascii")
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    return environment.get_template(template).render(page=page, style=Markup(style), policy=policy)
+    script = (TEMPLATES / "explorer.js").read_text(encoding="utf-8") if page.get("explorer") else ""
+    scripts = f"script-src '{_digest(script)}'; " if script else ""
+    policy = f"default-src 'none'; style-src '{_digest(style)}'; {scripts}base-uri 'none'; form-action 'none'"
+    return environment.get_template(template).render(page=page, style=Markup(style), script=Markup(script), policy=policy)
+
+
+def _digest(text: str) -> str:
+    """As a content security policy names what it allows."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
 def _finalize(value: Any) -> Any:

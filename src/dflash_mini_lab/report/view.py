@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_mini_lab.report import charts, facts, measured
+from dflash_mini_lab.report import charts, explorer, facts, measured
 from dflash_mini_lab.report.format import dig, fixed, interval, is_number, listed, moment, percent, plain, plural, seconds, times
 from dflash_mini_lab.report.ranking import Benchmark, Row, arms, inexact_arms, measured_cells, rank
 from dflash_mini_lab.report.terms import TERMS
@@ -13,6 +13,7 @@ from dflash_mini_lab.report.verdict import best_method, verdict
 
 SECTIONS = (
     ("ranking", "Ranking"),
+    ("explorer", "Mechanism explorer"),
     ("machine", "Machine and settings"),
     ("acceptance", "Acceptance"),
     ("cost", "Cost of verifying"),
@@ -54,6 +55,9 @@ def page(benchmark: Benchmark) -> dict[str, Any]:
         "ranking": ranking(benchmark, rows),
         "outputs": outputs(benchmark, rows),
         "acceptance": measured.acceptance(benchmark, rows),
+        "explorer": explorer.explorer(benchmark),
+        "parareal": explorer.parareal(benchmark),
+        "simple_parareal": explorer.simple_parareal(benchmark),
         "cost": measured.verify_cost(benchmark, best),
         "break_even": measured.break_even(benchmark, rows),
         "phases": measured.phases(benchmark, rows),

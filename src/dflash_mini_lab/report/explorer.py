@@ -1,0 +1,259 @@
+"""The mechanism explorer: recorded rounds as slots, candidates, outcomes and one sentence each. Pure; no markup, no script.
+
+Everything is prepared as text, so that the page reads whole without a script; the script only shows one round at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_mini_lab.report.format import dig, fixed, is_number, listed, plain, plural
+from dflash_mini_lab.report.ranking import Benchmark, arms
+
+WORK = {
+    "01": "0",
+    "02": "K + (S-1)·K²",
+    "03": "O(S·K)",
+    "04": "O(S·K + J·K)",
+    "05": "O(S·K + J·K·r)",
+    "06": "S·K",
+    "07": "O(S·K)",
+    "08": "0",
+    "09": "S·K·r",
+    "10": "2 for each draw",
+    "11": "O(budget·K)",
+    "12": "R·S·K",
+    "13": "2 for each draw",
+    "14": "S",
+}
+"""Method key → its guidance work, as docs/methods.md has it (a test compares the two)."""
+WORK_LETTERS = "S slots, K candidates a slot, r the rank of a head, J jump offsets, R rounds of correction"
+PAIRS = (
+    ("10", "13", "One policy: 10 searches all logits on the host, 13 has two candidates a slot found where the logits are."),
+    ("12", "14", "A learned correction of every candidate's score, and its simplification to one switch by three numbers."),
+    ("01", "08", "The whole block, and the block cut where the drafter is unsure."),
+)
+CONTEXT = 70
+"""Characters of the answer shown before a round's own tokens."""
+BARS = 10
+OUTCOMES = {
+    "accepted": ("✓", "accepted"),
+    "rejected": ("✗", "rejected"),
+    "rolled": ("↩", "rolled back"),
+    "unverified": ("·", "past the verify width"),
+    "unproposed": ("–", "not proposed"),
+}
+"""Outcome → its sign and its words: a colour never says it alone."""
+
+
+def explorer(benchmark: Benchmark) -> dict[str, Any] | None:
+    """None for a run without recorded rounds, or without a method."""
+    recorded = dig(benchmark, "rounds", "methods", default={})
+    known = {arm["key"]: arm for arm in arms(benchmark)}
+    texts = dig(benchmark, "rounds", "texts", default={})
+    methods = [_method(known.get(key, {"key": key}), entry, texts) for key, entry in recorded.items() if entry.get("rounds")]
+    if not methods:
+        return None
+    keys = [method["key"] for method in methods]
+    prompt = dig(benchmark, "rounds", "prompt")
+    return {
+        "prompt": next((p["text"] for p in benchmark.get("prompts") or [] if p["id"] == prompt), plain(prompt)),
+        "methods": methods,
+        "pairs": [pair for pair in PAIRS if pair[0] in keys and pair[1] in keys],
+        "names": {method["key"]: method["name"] for method in methods},
+        "most": max(len(method["rounds"]) for method in methods),
+        "letters": WORK_LETTERS,
+        "outcomes": OUTCOMES,
+    }
+
+
+def shown(token: int, texts: Mapping[str, str]) -> str:
+    """A token's text with its blanks and line ends made visible; its number where it has no text of its own."""
+    text = texts.get(str(token), "")
+    return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or f"#{token}"
+
+
+def _method(arm: dict[str, Any], entry: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    key, rounds, so_far = arm["key"], [], ""
+    for number, known in enumerate(entry["rounds"], start=1):
+        so_far = so_far or texts.get(str(known["anchor"]), "")
+        rounds.append(_round(number, known, texts, so_far))
+        so_far += "".join(texts.get(str(token), "") for token in _new(known))
+    settings = arm.get("settings") or {}
+    return {
+        "key": key,
+        "name": arm.get("name") or key,
+        "summary": _as_sentence(str(arm.get("summary") or "")),
+        "settings": ", ".join(f"{name} = {plain(value)}" for name, value in settings.items()) or "no settings",
+        "width": plain(arm.get("verify_width")),
+        "work": WORK.get(key, ""),
+        "kept": _kept(len(rounds), entry.get("of")),
+        "exact": bool(entry.get("exact")),
+        "rounds": rounds,
+    }
+
+
+def _as_sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') or not words else '.'}"
+
+
+def _kept(rounds: int, of: Any) -> str:
+    return f"the first {rounds} of {of} rounds" if is_number(of) and of > rounds else f"all {plural(rounds, 'round')}"
+
+
+def _new(known: dict[str, Any]) -> list[int]:
+    """The tokens that the answer gained: the target's own from the anchor on, cut at a stop token or the budget."""
+    return list(known["greedy"][: known["committed"]])
+
+
+def _round(number: int, known: dict[str, Any], texts: Mapping[str, str], so_far: str) -> dict[str, Any]:
+    slots = [_slot(index, known, texts) for index in range(len(known["slots"]))]
+    new, accepted = _new(known), known["accepted"]
+    context = so_far if len(so_far) <= CONTEXT else "…" + so_far[-CONTEXT:]
+    return {
+        "number": number,
+        "sentence": sentence(known, texts),
+        "position": known["position"],
+        "anchor": shown(known["anchor"], texts),
+        "context": context,
+        "drafted": "".join(texts.get(str(token), "") for token in new[:accepted]),
+        "own": "".join(texts.get(str(token), "") for token in new[accepted:]),
+        "slots": slots,
+        "bonus": shown(known["greedy"][accepted], texts),
+        "bonus_slot": accepted + 1,
+        "ended": known["committed"] <= accepted,
+        "accepted": accepted,
+        "proposed": known["proposed"],
+        "committed": known["committed"],
+        "work": known["work"],
+        "changed": sum(slot["changed"] for slot in slots),
+    }
+
+
+def _slot(index: int, known: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    slot, proposal, accepted = known["slots"][index], known["proposal"], known["accepted"]
+    chosen = proposal[index] if index < len(proposal) else None
+    best = slot["logits"][0]
+    if index < accepted:
+        outcome = "accepted"
+    elif index >= len(proposal):
+        outcome = "unproposed"
+    elif index >= known["proposed"]:
+        outcome = "unverified"
+    else:
+        outcome = "rejected" if index == accepted else "rolled"
+    return {
+        "number": index + 1,
+        "outcome": outcome,
+        "changed": chosen is not None and chosen != slot["ids"][0],
+        "target": shown(known["greedy"][index], texts) if index <= accepted else "",
+        "candidates": [
+            {
+                "text": shown(token, texts),
+                "behind": "0" if place == 0 else f"−{best - logit:.2f}",
+                "bar": round(BARS * math.exp(min(logit - best, 0.0))),
+                "chosen": token == chosen,
+                "target": index <= accepted and token == known["greedy"][index],
+            }
+            for place, (token, logit) in enumerate(zip(slot["ids"], slot["logits"], strict=True))
+        ],
+    }
+
+
+def sentence(known: dict[str, Any], texts: Mapping[str, str]) -> str:
+    """What happened in a round, in words that a screen reader can say by themselves."""
+    proposed, accepted = known["proposed"], known["accepted"]
+    ended = known["committed"] <= accepted
+    own = "ended its answer within them" if ended else f"wrote “{shown(known['greedy'][accepted], texts)}” itself"
+    if not known["slots"]:
+        return f"Nothing was drafted: the target {own}."
+    changes = [
+        f"slot {index + 1} from “{shown(slot['ids'][0], texts)}” to “{shown(token, texts)}”"
+        for index, (slot, token) in enumerate(zip(known["slots"], known["proposal"], strict=False))
+        if token != slot["ids"][0]
+    ]
+    changed = f", changing {listed(changes, 3)}" if changes else ""
+    if not proposed:
+        return f"The method proposed nothing: a plain decoding step, in which the target {own}."
+    first = f"The method proposed {plural(proposed, 'token')}{changed}."
+    if accepted == proposed:
+        return f"{first} The target accepted {'it' if proposed == 1 else 'all of them'} and {own}."
+    kept, rows = f"accepted {accepted or 'none'}", proposed - accepted
+    back = f"{plural(rows, 'row')} of its cache {'was' if rows == 1 else 'were'} rolled back"
+    return f"{first} The target {kept}, {own}, and {back}."
+
+
+def parareal(benchmark: Benchmark) -> dict[str, Any] | None:
+    """Method 12's rounds on held-out blocks. None where its fit reported nothing."""
+    found = _diagnostics(benchmark, "parareal")
+    errors, agreement = found.get("mse") or [], found.get("top1_agreement") or []
+    if not errors or not all(map(is_number, errors)):
+        return None
+    ratios = [None, *(found.get("contraction") or [])]
+    shrank = errors[-1] < errors[0]
+    words = f"After {plural(len(errors) - 1, 'round')} of correction the draft's scores are "
+    words += f"{'nearer to' if shrank else 'no nearer to'} the target's: the squared error went from {fixed(errors[0])} to "
+    words += f"{fixed(errors[-1])}"
+    words += f", and the same token came first in {_share(agreement[-1])} of slots, {_share(agreement[0])} before." if (
+        len(agreement) > 1
+    ) else "."
+    lines = [
+        (
+            "the draft" if index == 0 else f"round {index}",
+            fixed(error, 3),
+            fixed(ratios[index], 3) if index < len(ratios) else "–",
+            _share(agreement[index]) if index < len(agreement) else "–",
+        )
+        for index, error in enumerate(errors)
+    ]
+    return {"words": words, "lines": lines, "slots": _count(found), "errors": errors}
+
+
+def simple_parareal(benchmark: Benchmark) -> dict[str, Any] | None:
+    """Method 14's estimate of the sign of the target's gap on held-out blocks. None where its fit reported nothing."""
+    found = _diagnostics(benchmark, "gap")
+    before, after = dig(found, "sign_accuracy", "before"), dig(found, "sign_accuracy", "after")
+    if not is_number(before) or not is_number(after):
+        return None
+    verb = "raises" if after > before else "lowers" if after < before else "leaves"
+    words = f"Which of the draft's two best tokens the target prefers is known in {_share(before)} of slots by the draft alone; "
+    words += f"the estimate {verb} that to {_share(after)}." if verb != "leaves" else "the estimate leaves that as it is."
+    precision = found.get("precision")
+    if is_number(precision):
+        words += f" It switched a slot in {_share(found.get('switch_rate'))} of blocks, rightly in {_share(precision)} of those."
+    elif found.get("switch_rate") == 0:
+        words += " It never switched a slot there, so that method 14 proposes what DFlash does."
+    lines = [
+        ("sign right", _share(before), _share(after)),
+        ("squared error of the gap", *_both(found, "gap_mse")),
+        ("absolute error of the gap", *_both(found, "gap_mae")),
+    ]
+    switches = [
+        (name, _share(found.get(key)))
+        for name, key in (
+            ("Blocks with a switch", "switch_rate"),
+            ("Switches that were right (precision)", "precision"),
+            ("Slots to switch that were found (recall)", "recall"),
+        )
+    ]
+    return {"words": words, "lines": lines, "switches": switches, "slots": _count(found)}
+
+
+def _diagnostics(benchmark: Benchmark, head: str) -> dict[str, Any]:
+    found = dig(benchmark, "drafter", "heads", head, "diagnostics", default={})
+    return found if isinstance(found, dict) else {}
+
+
+def _count(found: dict[str, Any]) -> str:
+    slots = found.get("held_out_slots")
+    return f"{plural(slots, 'held-out slot')}" if isinstance(slots, int) else "held-out slots"
+
+
+def _both(found: dict[str, Any], name: str) -> tuple[str, str]:
+    return fixed(dig(found, name, "before"), 3), fixed(dig(found, name, "after"), 3)
+
+
+def _share(value: Any) -> str:
+    return f"{100 * value:.1f}\u202f%" if is_number(value) else "–"
