@@ -96,7 +96,7 @@ def measure(
 
 def take_measurements(run: Run, benchmark: Benchmark) -> None:
     """Everything that needs a model. What the benchmark already has is not measured again."""
-    if benchmark["complete"] and benchmark["gate"]["verdict"] != "pending":
+    if benchmark["complete"] and benchmark["gate"]["verdict"] != "pending" and "rounds" in benchmark:
         return
     with ExitStack() as peers_model:
         with run.model.stock() as stock:
@@ -111,6 +111,7 @@ def take_measurements(run: Run, benchmark: Benchmark) -> None:
         stages.take_verify_cost(run, benchmark, engine)
         stages.take_tuning(run, benchmark, engine, expected)
         stages.run_cells(run, benchmark, engine, stock)
+        stages.record_rounds(run, benchmark, engine)
     stages.judge_mismatches(run, benchmark, engine, references)
 
 

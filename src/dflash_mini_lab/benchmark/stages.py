@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mini_lab import __version__
-from dflash_mini_lab.benchmark import results
+from dflash_mini_lab.benchmark import recording, results
 from dflash_mini_lab.benchmark.arms import Arm, answer, make_arms, metered
 from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.benchmark.experiment import differing_field
@@ -284,6 +284,27 @@ def run_cells(run: Run, benchmark: Benchmark, engine: Engine, stock: Any) -> Non
             run.save(run.path, benchmark)
             progress.cell(f"{cell.prompt}, " + ("warm-up" if cell.warmup else f"repeat {cell.repeat + 1}"))
     benchmark["complete"] = True
+
+
+def record_rounds(run: Run, benchmark: Benchmark, engine: Engine) -> None:
+    """What each method did in the first rounds of the first prompt's answer, with its final settings. Nothing here is timed, and
+    it comes after everything that is."""
+    if "rounds" in benchmark:
+        return
+    prompt = run.prompts[0].id
+    expected = next(entry["tokens"] for entry in benchmark["reference"] if entry["prompt"] == prompt)
+    methods = [Arm(**arm) for arm in benchmark["arms"] if arm["kind"] == "method"]
+    entries = {}
+    with run.progress(len(methods), "recording rounds") as progress:
+        for arm in methods:
+            progress.now(arm.name, prompt)
+            entries[arm.key] = recording.record(
+                engine, arm, run.encoded[prompt], run.settings["tokens"], run.clock, expected
+            )
+            progress.done()
+    texts = recording.texts(entries.values(), run.model.decode_text)
+    benchmark["rounds"] = {"prompt": prompt, "texts": texts, "methods": entries}
+    run.save(run.path, benchmark)
 
 
 def judge_mismatches(run: Run, benchmark: Benchmark, engine: Engine, references: Mapping[str, Reference]) -> None:

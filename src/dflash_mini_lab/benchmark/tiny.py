@@ -25,6 +25,10 @@ WHY_NUMPY = "recomputes the visible sequence at every call; its speed says nothi
 
 def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> Model:
     """Target and drafter from the repository's files, verified. Raises UserError for what NumPy alone cannot do."""
+    if settings.device != "cpu":
+        raise UserError(
+            f"the {entry.name} reference runs in NumPy, on a CPU only: python run_cpu.py --target {entry.name}"
+        )
     if settings.dtype != "float32":
         raise UserError(f"--dtype {settings.dtype}: the {entry.name} reference runs in float32 only.")
     if settings.peers:
