@@ -197,6 +197,9 @@ def test_a_run_with_every_ablation_is_exact_for_every_method_and_says_so(model: 
             steps = run["steps"]
             pairs = list(zip(steps["committed"], steps["accepted"], strict=True))
             assert all(committed == max(1, accepted) for committed, accepted in pairs[:-1])
+    for entry in benchmark["rounds"]["methods"].values():
+        assert entry["exact"]
+        assert all(known["committed"] == max(1, known["accepted"]) for known in entry["rounds"][:-1])
     assert "An ablation: full-logits, no-bonus, full-vocabulary, stock-linear" in " ".join(verdict(benchmark).warnings)
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "full-logits, no-bonus, full-vocabulary, stock-linear" in page

@@ -241,8 +241,14 @@ OPTIONS = (
     Option("--ablate", "run without what makes it fast: " + ", ".join(ABLATIONS), STUDY, ablations, "CPU_ABLATE", "LIST"),
     Option("--seed", "seed of the schedule and of every random choice", STUDY, whole(0, 2**31 - 1), metavar="N"),
     Option("--resume", "continue the interrupted run in the output folder", STUDY),
-    Option("--prepare", "train a drafter for the target instead of a benchmark", ARTIFACTS),
-    Option("--prepare-minutes", "how long to train", ARTIFACTS, minutes, metavar="N"),
+    Option("--prepare", "train a drafter and its heads for the target (on a CPU), instead of a benchmark", ARTIFACTS),
+    Option(
+        "--prepare-minutes",
+        "how long to prepare, answers and heads included (default: the target's recipe)",
+        ARTIFACTS,
+        minutes,
+        metavar="N",
+    ),
     Option("--download-only", "fetch and verify the model and the drafter, then stop", ARTIFACTS),
     Option("--artifact-dir", "folder with the drafter's files", ARTIFACTS, folder, metavar="FOLDER"),
     Option(

@@ -299,7 +299,7 @@ def record_rounds(run: Run, benchmark: Benchmark, engine: Engine) -> None:
         for arm in methods:
             progress.now(arm.name, prompt)
             entries[arm.key] = recording.record(
-                engine, arm, run.encoded[prompt], run.settings["tokens"], run.clock, expected
+                engine, arm, run.encoded[prompt], run.settings["tokens"], run.clock, expected, run.bonus
             )
             progress.done()
     texts = recording.texts(entries.values(), run.model.decode_text)
