@@ -173,6 +173,7 @@ def settings_entry(settings: Settings, backend: str = "torch") -> dict[str, Any]
         "methods": list(settings.methods),
         "peers": list(settings.peers),
         "verify_width": settings.verify_width,
+        "ablations": list(settings.ablate) or None,
         "calibration_tokens": settings.calibration_tokens,
         "calibration_prompt_limit": settings.calibration_prompt_limit,
         "tuning_repeats": settings.tuning_repeats if settings.tune and not settings.verify_width else None,
