@@ -24,8 +24,9 @@ class PlainReference:
 
     def stock_steps(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
         """Logits `[vocabulary]` after the prompt, then after each of `tokens`, which may grow meanwhile."""
-        layers = range(self.config.num_hidden_layers)
-        keys, values = ([[[] for _ in range(self.config.num_key_value_heads)] for _ in layers] for _ in "kv")
+        heads, layers = range(self.config.num_key_value_heads), range(self.config.num_hidden_layers)
+        keys: list[Rows] = [[[] for _ in heads] for _ in layers]
+        values: list[Rows] = [[[] for _ in heads] for _ in layers]
         for position, token in enumerate(prompt_ids[:-1]):
             self._token(token, position, keys, values)
         yield self._token(prompt_ids[-1], len(prompt_ids) - 1, keys, values)
