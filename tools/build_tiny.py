@@ -50,7 +50,7 @@ class Recipe:
     heads: int = 4
     kv_heads: int = 2
     positions: int = 160
-    target_steps: int = 800
+    target_steps: int = 280
     lines: int = 24
     target_rate: float = 4e-3
     opening_letters: tuple[int, ...] = (6, 15, 24)
