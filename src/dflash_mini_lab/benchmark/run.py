@@ -145,7 +145,8 @@ def choose_methods(asked: Sequence[str], model: Model, say: Callable[[str], None
     without = [method.key for method in METHODS if method not in ready]
     if without:
         heads = sorted({name for method in METHODS for name in method.needs} - set(model.heads.present))
-        say(f"Left out: methods {', '.join(without)}. This drafter has no {', '.join(heads)} heads; --prepare trains them.")
+        way_out = "; --prepare trains them" if model.backend == "torch" else ""
+        say(f"Left out: methods {', '.join(without)}. This drafter has no {', '.join(heads)} heads{way_out}.")
     return tuple(method.key for method in ready)
 
 
