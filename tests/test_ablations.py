@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.tables import random_heads
 from tests.test_heads import GAP, PARAREAL, head_tensors, write
-from tests.tiny_folder import save_tiny_model
+from tests.tiny_folder import WORDS, save_tiny_model
 from tests.tiny_models import (
     FAMILIES,
     POSITIONS,
@@ -27,6 +27,7 @@ from dflash_mini_lab.benchmark.run import settings_entry
 from dflash_mini_lab.benchmark_file import Benchmark, read, schema_errors
 from dflash_mini_lab.catalog import resolve
 from dflash_mini_lab.decoding import decode
+from dflash_mini_lab.drafters import block
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, save_checkpoint
 from dflash_mini_lab.methods import METHODS, by_key
 from dflash_mini_lab.packed_linear import PACKED, PackedLinear
@@ -53,8 +54,8 @@ def test_every_method_answers_as_plain_greedy_decoding_does(family: str, kind: s
     for seed, path in enumerate(PATHS):
         prompt = random_ids(5 + seed, seed)
         answer = plain_greedy(family, prompt, 24)
-        for block in (2, 7):
-            drafter = ScriptedDrafter(kind, len(prompt), answer, block, seed)
+        for size in (2, 7):
+            drafter = ScriptedDrafter(kind, len(prompt), answer, size, seed)
             target = tiny_target(family, path, full_logits=True)
             decoded = decode(target, prompt, method, 24, TickingClock(), drafter, bonus=False)
             assert list(decoded.tokens) == answer
@@ -112,6 +113,7 @@ def test_full_logits_are_those_of_every_row_of_the_prompt(path: str, monkeypatch
 
 
 def test_full_logits_leave_the_screen_out_and_keep_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean_build, "measure_plan", lambda weights: lean_build.stock_plan(weights[0]))
     monkeypatch.setattr(lean_build, "screen_plan", lambda weight, plan: lean_build.LinearPlan(*weight.shape, lean_build.SCREENED))
     model = type(tiny_model("qwen3"))(tiny_model("qwen3").config).eval()
     assert isinstance(lean_build.build_lean_decoder(model, 32).head, ScreenedHead)
@@ -165,7 +167,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target's folder and its drafter's: random, with a reduced vocabulary and every head."""
     folder = save_tiny_model(tmp_path_factory.mktemp("target") / "tiny")
     beside = tmp_path_factory.mktemp("drafter")
-    vocabulary, hidden = 23, 64
+    vocabulary, hidden = 4 + len(WORDS), 64
     config = DrafterConfig(hidden, 48, 1, 4, 2, 16, 4, (0, 2), 3, 4, vocabulary, target_name="tiny")
     torch.manual_seed(2)
     kept = torch.arange(2, vocabulary, 2, dtype=torch.int32)
@@ -189,7 +191,7 @@ def test_a_run_with_every_ablation_is_exact_for_every_method_and_says_so(model: 
     assert benchmark["settings"]["ablations"] == list(ABLATIONS)
     assert [arm["key"] for arm in benchmark["arms"]] == ["00", "00'", *(method.key for method in METHODS[1:])]
     assert benchmark["gate"]["verdict"] == "exact"
-    assert benchmark["drafter"]["draft_vocabulary"] == 23
+    assert benchmark["drafter"]["draft_vocabulary"] == 4 + len(WORDS)
     assert {plan["storage"] for plan in benchmark["linear_plans"]} == {"plain"}
     assert not any(plan["gigabytes_per_second"] for plan in benchmark["linear_plans"])
     for cell in benchmark["cells"]:
@@ -205,10 +207,14 @@ def test_a_run_with_every_ablation_is_exact_for_every_method_and_says_so(model: 
     assert "full-logits, no-bonus, full-vocabulary, stock-linear" in page
 
 
-def test_no_ablation_is_no_field_that_an_earlier_file_lacks(model: tuple[Path, Path], tmp_path: Path) -> None:
+def test_no_ablation_is_no_field_that_an_earlier_file_lacks(
+    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (lean_build, block):  # no time is spent on measuring products
+        monkeypatch.setattr(place, "measure_plan", lambda weights: lean_build.stock_plan(weights[0]))
     benchmark = measured(model, tmp_path, "--methods", "01")
     assert benchmark["settings"]["ablations"] is None
-    assert benchmark["drafter"]["draft_vocabulary"] == 11
+    assert benchmark["drafter"]["draft_vocabulary"] == 1 + len(WORDS) // 2
     earlier = {**benchmark, "settings": {name: v for name, v in benchmark["settings"].items() if name != "ablations"}}
     assert differences(earlier, benchmark) == []
     other = {**benchmark, "settings": {**benchmark["settings"], "ablations": ["no-bonus"]}}

@@ -164,8 +164,14 @@ def tuning(benchmark: Benchmark) -> str:
     if not entries:
         return "No width was tuned in this run: every method verifies its whole block."
     names = {arm["key"]: arm["name"] for arm in benchmark["arms"]}
+    agree = {True: "✓", False: "✗"}
     lines = [
-        [names.get(key, key), plain(entry["chosen"]), plain(dig(entry, "analytic", "chosen")), "✓" if entry["agree"] else "✗"]
+        [
+            names.get(key, key),
+            plain(entry["chosen"]),
+            plain(dig(entry, "analytic", "chosen")),
+            agree.get(entry["agree"], "–"),
+        ]
         for key, entry in entries.items()
     ]
     return f"{table(('', 'fastest W', 'cost model', 'agree'), lines)}\n\n{agreement(benchmark).capitalize()}."
