@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_mini_lab.catalog import TARGETS, resolve
+from dflash_mini_lab.training.recipe import RECIPES, Recipe
 from dflash_mini_lab.types import UserError
 
 
@@ -65,3 +66,14 @@ def test_a_path_that_does_not_exist_is_not_mistaken_for_a_hub_id(path: str) -> N
 def test_what_is_neither_is_refused(bad: str) -> None:
     with pytest.raises(UserError):
         resolve(bad)
+
+
+def test_the_page_of_targets_has_every_entry_as_the_table_has_it() -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "targets.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.-]+)` \| ([^|]+) \| ([^|]+) \| (chat|plain) \| (lean|NumPy) \|$", text, re.MULTILINE)
+    path = {"torch": "lean", "numpy": "NumPy"}
+    expected = [(e.name, e.source, e.license, e.prompt_format, path[e.backend]) for e in TARGETS.values()]
+    assert rows == expected
+    minutes = [f"{RECIPES.get(name, Recipe()).minutes:g} minutes" for name in TARGETS if name != "tiny"]
+    (row,) = (line for line in text.splitlines() if line.startswith("| `--prepare`"))
+    assert [cell.strip() for cell in row.split("|")[2:-2]] == minutes

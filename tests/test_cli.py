@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import mistakes
 
 from dflash_mini_lab import cli
+from dflash_mini_lab.cli import build_parser
 from dflash_mini_lab.methods import METHODS
-from dflash_mini_lab.settings import OPTIONS, Settings
+from dflash_mini_lab.settings import CPU, GPU, OPTIONS, Runner, Settings
 from dflash_mini_lab.types import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,3 +171,11 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
         process.stdout.read(10)
         process.stdout.close()
         assert (process.stderr.read(), process.wait(30)) == (b"", 141)
+
+
+@pytest.mark.parametrize("runner", [CPU, GPU], ids=lambda runner: runner.script)
+def test_every_example_of_the_help_is_one_that_the_runner_takes(runner: Runner) -> None:
+    examples = re.findall(r"^  python (\S.*?)(?: {2,}.*)?$", build_parser(runner).epilog or "", re.MULTILINE)
+    assert len(examples) >= 6
+    assert {example.split()[0] for example in examples} == {runner.script}
+    assert [mistakes(example.split()) for example in examples] == [[]] * len(examples)

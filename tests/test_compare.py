@@ -151,7 +151,8 @@ CHANGES = [
     (("machine", "threads"), 4, "machine.threads", "threads"),
     (("settings", "threads"), 4, "settings.threads", "threads"),
     (("settings", "verify_width"), 3, "settings.verify_width", "verify-width"),
-    (("settings", "ablation"), True, "settings.ablation", "ablation"),
+    (("settings", "ablations"), ["no-bonus"], "settings.ablations", "ablations"),
+    (("settings", "new_one"), True, "settings.new_one", "new-one"),
     (("prompts", 0, "text"), "Other?", "prompts.tides.text", "prompts"),
     (("prompts", 0, "prompt_tokens"), 1, "prompts.tides.prompt_tokens", "target"),
 ]

@@ -59,6 +59,12 @@ def test_the_new_file_keeps_the_layers(blocks: tuple[str, str]) -> None:
     assert violations(PACKAGE / "methods" / "m15_echo.py", blocks[0]) == []
 
 
+def test_the_readme_lists_every_method_in_order() -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d\d) \| ([^|]+) \| [^|]+ \|$", text, re.MULTILINE)
+    assert rows == [(method.key, method.name) for method in METHODS]
+
+
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.slug)
 def test_every_method_has_its_paragraph_and_its_row(method: Method) -> None:
     text = (DOCS / "methods.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mini_lab.settings import OPTIONS, Settings, cache_folder, resolve
+from dflash_mini_lab.settings import GPU, OPTIONS, Settings, cache_folder, resolve
 
 
 def test_without_flags_and_variables_a_run_has_six_prompts_of_64_tokens_three_times() -> None:
@@ -70,6 +70,7 @@ def test_smoke_beats_variables_and_is_beaten_by_flags() -> None:
         ("prompts", "no/such/file.json", "a file that exists"),
         ("verify_width", "1", "from 2 to"),
         ("tuning_repeats", "0", "from 1 to"),
+        ("ablate", "no-bonus,fast", "of full-logits, no-bonus, full-vocabulary, stock-linear"),
     ],
 )
 def test_a_bad_flag_says_what_would_have_been_right(field: str, bad: str, hint: str) -> None:
@@ -80,6 +81,16 @@ def test_a_bad_flag_says_what_would_have_been_right(field: str, bad: str, hint: 
 
 def test_lists_keep_their_order_and_lose_repetitions() -> None:
     assert resolve({"methods": "08, 01,08"}, {}).methods == ("08", "01")
+
+
+def test_ablations_have_one_order_and_a_variable_on_either_runner() -> None:
+    both = ("full-logits", "no-bonus")
+    assert resolve({"ablate": "no-bonus,full-logits"}, {}).ablate == both
+    assert resolve({}, {"CPU_ABLATE": "no-bonus, full-logits,no-bonus"}).ablate == both
+    assert resolve({}, {"GPU_ABLATE": "no-bonus", "CPU_ABLATE": "full-logits"}, GPU).ablate == ("no-bonus",)
+    assert resolve({}, {"CPU_ABLATE": ""}).ablate == ()
+    with pytest.raises(ValueError, match=r"^--ablate stock-linear: on a GPU"):
+        resolve({"ablate": "stock-linear"}, {}, GPU)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def test_held_out_prompts_are_trained_on_in_no_form(tmp_path: Path) -> None:
     own = {f"{'long ' * (number % 3)}question {number}": [0] * (3 + number % 3) for number in range(96)}
     held_out = hold_out(own, 10)
     assert len(held_out) == 10
+    assert hold_out(dict(sorted(own.items())), 10) == held_out != sorted(own)[:10], "no order of the texts decides"
     kept = [text for text in own if text not in held_out]
     seeds = tmp_path / "seeds.json"
     seeds.write_text(json.dumps({"groups": [], "around_own_prompts": ["Answer: {x}!"]}), encoding="utf-8")

@@ -63,14 +63,14 @@ def _norm(module, x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def tiny_target(family: str, path: str, stop_ids: frozenset[int] = frozenset()):
+def tiny_target(family: str, path: str, stop_ids: frozenset[int] = frozenset(), full_logits: bool = False):
     """`path`: `lean`, `static` (the eager twin of captured steps) or `library`. float64, so that two orders of summation cannot
     choose two tokens."""
     model = tiny_model(family)
     if path in ("lean", "static"):
         kind = LeanTarget if path == "lean" else CapturedTarget
-        return kind(build_lean_decoder(model, POSITIONS, measure=False), stop_ids, VOCABULARY)
-    return LibraryTarget(model, stop_ids, VOCABULARY, measure=False)
+        return kind(build_lean_decoder(model, POSITIONS, measure=False), stop_ids, VOCABULARY, full_logits=full_logits)
+    return LibraryTarget(model, stop_ids, VOCABULARY, measure=False, full_logits=full_logits)
 
 
 def random_ids(count: int, seed: int) -> list[int]:

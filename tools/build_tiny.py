@@ -50,7 +50,7 @@ class Recipe:
     heads: int = 4
     kv_heads: int = 2
     positions: int = 160
-    target_steps: int = 800
+    target_steps: int = 280
     lines: int = 24
     target_rate: float = 4e-3
     opening_letters: tuple[int, ...] = (6, 15, 24)
@@ -58,7 +58,7 @@ class Recipe:
     answer_letters: int = 72
     drafter_layers: int = 1
     block_size: int = 4
-    drafter_steps: int = 300
+    drafter_steps: int = 500
     texts: int = 16
     anchors: int = 24
     drafter_rate: float = 4e-3
@@ -203,6 +203,9 @@ def train_drafter(
         target_name=NAME,
     )
     drafter = TrainableDrafter(config)
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)  # as the target's
     embedding = target.get_input_embeddings().weight.detach()
     slots = torch.arange(1, recipe.block_size)
     weights = torch.exp(-(slots - 1) / 4.0)
@@ -253,7 +256,7 @@ def scheduled(
     model: torch.nn.Module, steps: int, rate: float, warm_up: float, size: int, batch: int
 ) -> Iterator[Tensor]:
     """Rows of each step's batch, every row once before any comes again; after the caller's `backward`, one AdamW step."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     first = max(1, int(warm_up * steps))
     curve = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: min(1.0, (step + 1) / first) * (0.5 + 0.5 * float(torch.cos(torch.tensor(3.1416 * step / steps))))

@@ -34,6 +34,7 @@ EPILOG = f"""examples (run_cpu.py measures on the CPU, run_gpu.py on a CUDA GPU)
   python run_cpu.py --target {TINY_TARGET}                  a two-layer reference in NumPy: everything in a minute
   python run_cpu.py --target {CANONICAL_TARGET}           the canonical study
   python run_cpu.py --methods 00,01 --peers generate,prompt-lookup
+  python run_cpu.py --ablate no-bonus              without a part of what makes it fast: docs/performance.md
   python run_cpu.py --target ./my-model --prepare --prepare-minutes 60
   python run_cpu.py --resume                       continue after an interruption
   python run_cpu.py compare A.json B.json --across threads      two finished runs, method by method
@@ -47,6 +48,8 @@ environment:
 exit status: 0 well; 2 usage or environment; 3 the output was not proved unchanged; 130 interrupted"""
 
 
+ON_A_CPU_ONLY = (f"--target {TINY_TARGET} ", "--prepare")
+"""Examples that `run_gpu.py` would refuse."""
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
@@ -61,7 +64,7 @@ def build_parser(runner: Runner = CPU) -> Parser:
     parser = Parser(
         prog=runner.script,
         description="Is speculative decoding worth it for this model on this machine? With proof that the output is unchanged.",
-        epilog=EPILOG.replace("python run_cpu.py", f"python {runner.script}"),
+        epilog=examples_of(runner),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -75,6 +78,12 @@ def build_parser(runner: Runner = CPU) -> Parser:
         else:
             groups[option.group].add_argument(option.flag, metavar=option.metavar, help=text)
     return parser
+
+
+def examples_of(runner: Runner) -> str:
+    """EPILOG in the runner's own name, without what only a CPU does."""
+    lines = [line for line in EPILOG.splitlines() if runner is CPU or not any(word in line for word in ON_A_CPU_ONLY)]
+    return "\n".join(lines).replace("python run_cpu.py", f"python {runner.script}")
 
 
 COMPARE = "compare"

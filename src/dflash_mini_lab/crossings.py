@@ -30,10 +30,10 @@ class Crossings:
     to_device: Direction = field(default_factory=Direction)
     to_host: Direction = field(default_factory=Direction)
 
-    def send(self, tokens: Sequence[int], device: torch.device) -> Tensor:
-        """Token ids, or other whole numbers, as int64 `[len(tokens)]` on `device`."""
+    def send(self, numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+        """Token ids, or other whole numbers, on `device`; a list as int64, an array in its own dtype and shape."""
         started = time.perf_counter()
-        sent = torch.tensor(tokens, device=device)
+        sent = torch.as_tensor(numbers, device=device)
         self._add(self.to_device, sent, started)
         return sent
 

@@ -2,6 +2,8 @@
 
 Greedy throughout, so the acceptance rule is equality: a draft token is accepted while it is the target's own choice, and the
 target's token after the last accepted one (the bonus token) becomes the next anchor. Nothing here knows how a target runs.
+Without the bonus token, an ablation, a round that accepted drafts commits those alone: the last of them is the next anchor, and
+its row is rolled back with the rejected ones. A round that accepted none commits the target's token either way.
 """
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ def decode(
     drafter: Drafter | None = None,
     settings: Mapping[str, float] | None = None,
     verify_width: int | None = None,
+    bonus: bool = True,
 ) -> Decoded:
     """Answer `prompt_ids` with up to `budget` new tokens (≥ 1), ending after the first stop token.
 
@@ -66,7 +69,7 @@ def decode(
     committed = [*prompt_ids, tokens[0]]
     while tokens[-1] not in target.stop_ids and len(tokens) < budget and session.length < target.max_positions:
         room = min(slots, budget - len(tokens) - 1, target.max_positions - session.length - 1)
-        step, new, now = _round(session, drafting, method, settings, committed, room, target.stop_ids, clock, now)
+        step, new, now = _round(session, drafting, method, settings, committed, room, target.stop_ids, bonus, clock, now)
         steps.append(step)
         tokens += new
         committed += new
@@ -93,6 +96,7 @@ def _round(
     committed: Sequence[int],
     room: int,
     stop_ids: frozenset[int],
+    bonus: bool,
     clock: Clock,
     started: float,
 ) -> tuple[Step, list[int], float]:
@@ -120,8 +124,9 @@ def _round(
     accepted = 0
     while accepted < len(proposed) and proposed[accepted] == greedy[accepted]:
         accepted += 1
-    session.keep(1 + accepted)
-    new = greedy[: accepted + 1]
+    kept = max(1, accepted + bonus)  # the anchor's row and those of all new tokens but the last, which is the next anchor
+    session.keep(kept)
+    new = greedy[:kept]
     for place, token in enumerate(new):
         if token in stop_ids:
             new = new[: place + 1]

@@ -19,7 +19,10 @@ CANONICAL_TARGET = "lfm2.5-350m"
 TINY_TARGET = "tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 PEERS = ("generate", "prompt-lookup")
-AXES = ("lab", "target", "path", "dtype", "device", "drafter", "machine", "threads", "software", "prompts")
+FULL_LOGITS, NO_BONUS, FULL_VOCABULARY, STOCK_LINEAR = ("full-logits", "no-bonus", "full-vocabulary", "stock-linear")
+ABLATIONS = (FULL_LOGITS, NO_BONUS, FULL_VOCABULARY, STOCK_LINEAR)
+"""What a run can leave out of what makes it fast (docs/performance.md). The text stays the same."""
+AXES = ("lab", "target", "path", "dtype", "device", "drafter", "machine", "threads", "software", "prompts", "ablations")
 """What `compare --across` may name, beside the name of any setting."""
 
 
@@ -55,6 +58,8 @@ class Settings:
     peers: tuple[str, ...] = ()
     verify_width: int | None = None
     """Rows per verifier call, anchor included; None: tuned, or the drafter's block size."""
+    ablate: tuple[str, ...] = ()
+    """Of ABLATIONS, in its order."""
     seed: int = 7
     cpu_threads: int | None = None
     """None: one per physical core that this process may use."""
@@ -153,6 +158,11 @@ def words(text: str) -> tuple[str, ...]:
     return found
 
 
+def ablations(text: str) -> tuple[str, ...]:
+    """In the order of ABLATIONS, so that the same ones are the same experiment."""
+    return tuple(sorted(words_of(*ABLATIONS)(text), key=ABLATIONS.index))
+
+
 def words_of(*known: str) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         found = words(text)
@@ -228,10 +238,17 @@ OPTIONS = (
     ),
     Option("--tune", "choose each method's verify width on the calibration prompts, beside the cost model's choice", STUDY),
     Option("--tuning-repeats", "how often --tune tries each width on each prompt", STUDY, whole(1, 1000), metavar="N"),
+    Option("--ablate", "run without what makes it fast: " + ", ".join(ABLATIONS), STUDY, ablations, "CPU_ABLATE", "LIST"),
     Option("--seed", "seed of the schedule and of every random choice", STUDY, whole(0, 2**31 - 1), metavar="N"),
     Option("--resume", "continue the interrupted run in the output folder", STUDY),
-    Option("--prepare", "train a drafter for the target instead of a benchmark", ARTIFACTS),
-    Option("--prepare-minutes", "how long to train", ARTIFACTS, minutes, metavar="N"),
+    Option("--prepare", "train a drafter and its heads for the target (on a CPU), instead of a benchmark", ARTIFACTS),
+    Option(
+        "--prepare-minutes",
+        "how long to prepare, answers and heads included (default: the target's recipe)",
+        ARTIFACTS,
+        minutes,
+        metavar="N",
+    ),
     Option("--download-only", "fetch and verify the model and the drafter, then stop", ARTIFACTS),
     Option("--artifact-dir", "folder with the drafter's files", ARTIFACTS, folder, metavar="FOLDER"),
     Option(
@@ -326,6 +343,8 @@ def refuse_contradictions(settings: Settings) -> None:
         raise ValueError("--prepare: drafters are trained on a CPU; python run_cpu.py --prepare does, and run_gpu.py finds them.")
     if settings.target == TINY_TARGET and settings.device != "cpu":
         raise ValueError(f"--target {TINY_TARGET}: it runs on NumPy alone; python run_cpu.py --target {TINY_TARGET} measures it.")
+    if STOCK_LINEAR in settings.ablate and settings.device != "cpu":
+        raise ValueError(f"--ablate {STOCK_LINEAR}: on a GPU every linear layer is the stock one already; leave it out.")
     if settings.prepare and settings.download_only:
         raise ValueError("--prepare and --download-only exclude each other.")
     if settings.tune and not settings.calibration_prompt_limit:

@@ -52,6 +52,7 @@ def tune(
     curve: Mapping[str, Any],
     repeats: int,
     seed: int,
+    bonus: bool = True,
 ) -> dict[str, Any]:
     """The `tuning.methods` entry of one method: all trials, the width chosen, the cost model's, and whether the two agree.
 
@@ -68,7 +69,7 @@ def tune(
                 trials[width].logs.append(step_log.columns(decoded))
     chosen = fastest(list(trials.values()))
     whole = trials[block_size]
-    analytic = predict(whole.logs, list(trials), curve) if whole.exact else None  # a wrong text says nothing of acceptance
+    analytic = predict(whole.logs, list(trials), curve, bonus) if whole.exact else None  # a wrong text says nothing of acceptance
     return {
         "trials": [trial.as_json() for trial in trials.values()],
         "chosen": chosen,
@@ -83,12 +84,14 @@ def fastest(trials: Sequence[Trial]) -> int | None:
     return max(candidates, key=lambda trial: trial.speed or 0.0).width if candidates else None
 
 
-def predict(logs: Sequence[step_log.StepLog], tried: Sequence[int], curve: Mapping[str, Any]) -> dict[str, Any] | None:
+def predict(
+    logs: Sequence[step_log.StepLog], tried: Sequence[int], curve: Mapping[str, Any], bonus: bool = True
+) -> dict[str, Any] | None:
     """The cost model's choice among `tried`, from step logs at the whole block's width; None without rounds.
 
     Speed-up(W) = E(W) / (c + v(W)), E(W) = Σ_{j<W} a_j: a_0 = 1, a_j the share of rounds whose first j drafts were accepted, c
     and v(W) in single-row decodes. A method that often proposes fewer than W - 1 tokens pays less than v(W): the model does not
-    know. Equal ones: the narrowest.
+    know. Equal ones: the narrowest. Without the bonus token a round commits max(1, accepted): E(W) = 1 + Σ_{1<j<W} a_j.
     """
     costs = step_log.economics(logs, curve["rows"], curve["median_seconds"])
     if costs is None:
@@ -97,7 +100,7 @@ def predict(logs: Sequence[step_log.StepLog], tried: Sequence[int], curve: Mappi
     verify = dict(zip(curve["rows"], curve["ratio"], strict=True))
     table = []
     for width in tried:
-        tokens = sum([1.0, *joint][:width])
+        tokens = sum([1.0, *joint][:width]) if bonus else sum([1.0, *joint[1:]][: width - 1])
         speedup = tokens / (costs["draft_cost"] + verify[width])
         table.append({"width": width, "tokens_per_round": tokens, "verify_cost": verify[width], "speedup": speedup})
     best = max(table, key=lambda line: line["speedup"])

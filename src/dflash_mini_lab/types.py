@@ -186,7 +186,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Step:
-    """One round. `committed` counts tokens the user gets: the round's `accepted + 1`, cut at a stop token or the budget.
+    """One round. `committed` counts tokens the user gets: the round's `accepted + 1`, without the bonus token
+    `max(1, accepted)`, cut at a stop token or the budget.
 
     Seconds: `draft + select + verify + rest` is the round's whole time.
     """

@@ -86,8 +86,11 @@ def _width(method: Method, block_size: int, given: int | None, tuned: Mapping[st
     return block_size, "block"
 
 
-def answer(engine: Engine, stock: Any, arm: Arm, prompt_ids: Sequence[int], budget: int, clock: Clock) -> dict[str, Any]:
-    """One arm's answer to one prompt, as an entry of a cell's `runs`. `stock`: the library's model, for peers only."""
+def answer(
+    engine: Engine, stock: Any, arm: Arm, prompt_ids: Sequence[int], budget: int, clock: Clock, bonus: bool = True
+) -> dict[str, Any]:
+    """One arm's answer to one prompt, as an entry of a cell's `runs`. `stock`: the library's model, for peers only; `bonus`: as
+    `decode` takes it."""
     target = engine.target
     if arm.kind == "peer":
         limit = stock.config.max_position_embeddings
@@ -95,7 +98,7 @@ def answer(engine: Engine, stock: Any, arm: Arm, prompt_ids: Sequence[int], budg
         return {"arm": arm.key, **asdict(answered), "tokens": list(answered.tokens), "steps": None}
     key = BASELINE if arm.key == CONTROL else arm.key
     drafter = engine.drafter if arm.kind == "method" else None
-    decoded = decode(target, prompt_ids, by_key(key), budget, clock, drafter, arm.settings, arm.verify_width)
+    decoded = decode(target, prompt_ids, by_key(key), budget, clock, drafter, arm.settings, arm.verify_width, bonus)
     return {
         "arm": arm.key,
         "tokens": list(decoded.tokens),

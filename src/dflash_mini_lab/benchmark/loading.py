@@ -4,7 +4,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -13,11 +13,14 @@ from typing import Any
 from dflash_mini_lab import artifacts
 from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.catalog import Entry, resolve
+from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig
 from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST
-from dflash_mini_lab.settings import Settings
+from dflash_mini_lab.settings import FULL_LOGITS, FULL_VOCABULARY, STOCK_LINEAR, Settings
 from dflash_mini_lab.types import Heads, UserError
 
 Say = Callable[[str], None]
+Checkpoint = tuple[DrafterConfig, dict[str, Any]]
+"""A drafter's config and tensors, of PyTorch or NumPy."""
 
 
 def load_model(settings: Settings, say: Say) -> Model:
@@ -54,7 +57,7 @@ def load_model(settings: Settings, say: Say) -> Model:
 
         require_memory(entry.name, facts["parameters"], settings.dtype)
     manifest = artifacts.manifest_of(folder, entry.name) if folder else None
-    checkpoint = _read_drafter(folder)
+    checkpoint = ablated(_read_drafter(folder), settings.ablate)
     heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
     keep_stock = bool(settings.peers)
 
@@ -66,13 +69,14 @@ def load_model(settings: Settings, say: Say) -> Model:
     def build(capacity: int) -> Engine:
         model = loaded.stock_model()
         embedding, head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
-        target = loaded.build(capacity, keep_stock=keep_stock)
+        measure = STOCK_LINEAR not in settings.ablate
+        target = loaded.build(capacity, measure, keep_stock, full_logits=FULL_LOGITS in settings.ablate)
         drafter = None
         if checkpoint:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
             drafter = BlockDrafter(
-                *checkpoint, embedding, head, capacity, known_plans=target.plans, heads=heads, crossings=target.crossings
+                *checkpoint, embedding, head, capacity, measure, target.plans, heads=heads, crossings=target.crossings
             )
         block_size, taps = (drafter.block_size, drafter.taps) if drafter else (1, ())
         decode = target.prepare_steps(range(1, max(block_size, SMALLEST_WIDEST) + 1), taps)
@@ -93,16 +97,27 @@ def load_model(settings: Settings, say: Say) -> Model:
         stock=stock,
         build=build,
         target_facts=facts,
-        drafter_facts=drafter_facts(entry, folder, checkpoint[0], heads, manifest) if folder and checkpoint else None,
+        drafter_facts=drafter_facts(entry, folder, checkpoint, heads, manifest) if folder and checkpoint else None,
         heads=heads,
         device=settings.device,
     )
 
 
-def _read_drafter(folder: Path | None) -> tuple[Any, dict[str, Any]] | None:
+def _read_drafter(folder: Path | None) -> Checkpoint | None:
     from dflash_mini_lab.drafters.checkpoint import load_checkpoint
 
     return load_checkpoint(folder) if folder else None
+
+
+def ablated(checkpoint: Checkpoint | None, ablations: Sequence[str]) -> Checkpoint | None:
+    """The drafter as it is to run: with `full-vocabulary`, without its reduced one. Raises UserError where it has none."""
+    if FULL_VOCABULARY not in ablations:
+        return checkpoint
+    if checkpoint is None or DRAFT_TO_TARGET not in checkpoint[1]:
+        what = "this drafter scores the whole vocabulary already" if checkpoint else "no drafter runs here"
+        raise UserError(f"--ablate {FULL_VOCABULARY}: {what}; leave it out.")
+    config, tensors = checkpoint
+    return config, {name: tensor for name, tensor in tensors.items() if name != DRAFT_TO_TARGET}
 
 
 def read_heads(folder: Path, config: Any, manifest: artifacts.Manifest | None) -> Heads:
@@ -128,22 +143,21 @@ def target_facts(
 
 
 def drafter_facts(
-    entry: Entry, folder: Path, config: Any, heads: Heads, manifest: artifacts.Manifest | None
+    entry: Entry, folder: Path, checkpoint: Checkpoint, heads: Heads, manifest: artifacts.Manifest | None
 ) -> dict[str, Any]:
-    """The `drafter` entry of benchmark.json, with every file that the manifest pins."""
+    """The `drafter` entry of benchmark.json, with every file that the manifest pins, and the drafter as it runs."""
     from dflash_mini_lab.drafters.heads import head_facts
 
     files = manifest.files if manifest else ()
-    tensors = safetensors_shapes(folder / "model.safetensors")
-    rows = tensors.get("draft_to_target", [config.vocabulary])[0]
+    config, tensors = checkpoint
     return {
         "name": entry.name,
         "files": [{"name": file.name, "sha256": file.sha256, "bytes": file.bytes} for file in files],
         "block_size": config.block_size,
         "taps": list(config.taps),
         "layers": config.layers,
-        "draft_vocabulary": rows,
-        "parameters": sum(prod(shape) for name, shape in tensors.items() if name != "draft_to_target"),
+        "draft_vocabulary": len(tensors[DRAFT_TO_TARGET]) if DRAFT_TO_TARGET in tensors else config.vocabulary,
+        "parameters": sum(prod(tensor.shape) for name, tensor in tensors.items() if name != DRAFT_TO_TARGET),
         "provenance": _provenance(folder),
         "heads": head_facts(heads),
     }

@@ -96,12 +96,15 @@ class _HeardSession:
 
 
 def record(
-    engine: Engine, arm: Arm, prompt_ids: Sequence[int], budget: int, clock: Clock, expected: Sequence[int]
+    engine: Engine, arm: Arm, prompt_ids: Sequence[int], budget: int, clock: Clock, expected: Sequence[int], bonus: bool = True
 ) -> dict[str, Any]:
-    """The first rounds of one arm's answer, decoded as in a cell, and whether the whole of it was the tokens `expected`."""
+    """The first rounds of one arm's answer, decoded as in a cell, and whether the whole of it was the tokens `expected`.
+
+    `bonus`: as `decode` takes it.
+    """
     recorder = Recorder()
     method, target = recorder.listening(by_key(arm.key)), _HeardTarget(engine.target, recorder)
-    decoded = decode(target, prompt_ids, method, budget, clock, engine.drafter, arm.settings, arm.verify_width)
+    decoded = decode(target, prompt_ids, method, budget, clock, engine.drafter, arm.settings, arm.verify_width, bonus)
     heard = zip(recorder.rounds, decoded.steps, strict=True)
     kept = rounds_kept(engine.drafter.block_size - 1 if engine.drafter else 1)
     return {

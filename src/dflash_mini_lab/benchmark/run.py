@@ -145,7 +145,8 @@ def choose_methods(asked: Sequence[str], model: Model, say: Callable[[str], None
     without = [method.key for method in METHODS if method not in ready]
     if without:
         heads = sorted({name for method in METHODS for name in method.needs} - set(model.heads.present))
-        say(f"Left out: methods {', '.join(without)}. This drafter has no {', '.join(heads)} heads; --prepare trains them.")
+        way_out = "; --prepare trains them" if model.backend == "torch" else ""
+        say(f"Left out: methods {', '.join(without)}. This drafter has no {', '.join(heads)} heads{way_out}.")
     return tuple(method.key for method in ready)
 
 
@@ -173,6 +174,7 @@ def settings_entry(settings: Settings, backend: str = "torch") -> dict[str, Any]
         "methods": list(settings.methods),
         "peers": list(settings.peers),
         "verify_width": settings.verify_width,
+        "ablations": list(settings.ablate) or None,
         "calibration_tokens": settings.calibration_tokens,
         "calibration_prompt_limit": settings.calibration_prompt_limit,
         "tuning_repeats": settings.tuning_repeats if settings.tune and not settings.verify_width else None,

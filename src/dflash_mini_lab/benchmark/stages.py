@@ -26,6 +26,7 @@ from dflash_mini_lab.measurement.energy import Energy
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.prompts import Prompt
 from dflash_mini_lab.report.progress import Progress
+from dflash_mini_lab.settings import NO_BONUS
 from dflash_mini_lab.tuning import tune
 from dflash_mini_lab.types import Clock, Decoded, Method, UserError
 
@@ -46,6 +47,11 @@ class Run:
     """`progress(total, label)`: a bar for one stage."""
     save: Callable[[Path, Benchmark], None] = write
     energy: Energy | None = None
+
+    @property
+    def bonus(self) -> bool:
+        """Whether a round commits its bonus token."""
+        return NO_BONUS not in (self.settings["ablations"] or ())
 
 
 def new_benchmark(run: Run, command: Sequence[str]) -> Benchmark:
@@ -155,7 +161,7 @@ def take_calibration(run: Run, benchmark: Benchmark, engine: Engine, expected: M
 
     def answer(method: Method, values: Mapping[str, float], prompt: str) -> Decoded:
         ids, width = run.calibration[prompt], settings["verify_width"]
-        return decode(engine.target, ids, method, budget, clock, engine.drafter, values, width)
+        return decode(engine.target, ids, method, budget, clock, engine.drafter, values, width, run.bonus)
 
     with run.progress(len(waiting), "calibration") as progress:
         for key in waiting:
@@ -190,7 +196,7 @@ def take_tuning(run: Run, benchmark: Benchmark, engine: Engine, expected: Mappin
 
     def answer(key: str, width: int, prompt: str) -> Decoded:
         ids, budget = run.calibration[prompt], settings["calibration_tokens"]
-        return decode(engine.target, ids, by_key(key), budget, clock, engine.drafter, values[key], width)
+        return decode(engine.target, ids, by_key(key), budget, clock, engine.drafter, values[key], width, run.bonus)
 
     with run.progress(len(waiting), "tuning") as progress:
         for key in waiting:
@@ -203,6 +209,7 @@ def take_tuning(run: Run, benchmark: Benchmark, engine: Engine, expected: Mappin
                 benchmark["verify_cost"],
                 settings["tuning_repeats"],
                 settings["seed"] + 2,
+                run.bonus,
             )
             entry["seconds"] += clock.now() - started
             entry["methods"][key] = found
@@ -268,7 +275,7 @@ def run_cells(run: Run, benchmark: Benchmark, engine: Engine, stock: Any) -> Non
             for key in cell.order:
                 progress.now(by_name[key].name, cell.prompt)
                 ids = run.encoded[cell.prompt]
-                ask = partial(answer, engine, stock, by_name[key], ids, run.settings["tokens"], run.clock)
+                ask = partial(answer, engine, stock, by_name[key], ids, run.settings["tokens"], run.clock, run.bonus)
                 runs.append(metered(ask, engine.crossings, run.energy))
                 progress.done()
             entry = {"prompt": cell.prompt, "repeat": cell.repeat, "warmup": cell.warmup, "order": list(cell.order), "runs": runs}
@@ -292,7 +299,7 @@ def record_rounds(run: Run, benchmark: Benchmark, engine: Engine) -> None:
         for arm in methods:
             progress.now(arm.name, prompt)
             entries[arm.key] = recording.record(
-                engine, arm, run.encoded[prompt], run.settings["tokens"], run.clock, expected
+                engine, arm, run.encoded[prompt], run.settings["tokens"], run.clock, expected, run.bonus
             )
             progress.done()
     texts = recording.texts(entries.values(), run.model.decode_text)

@@ -10,11 +10,11 @@ from typing import Any
 
 from dflash_mini_lab import artifacts
 from dflash_mini_lab.benchmark.engine import Engine, Model
-from dflash_mini_lab.benchmark.loading import drafter_facts, read_heads, target_facts
+from dflash_mini_lab.benchmark.loading import ablated, drafter_facts, read_heads, target_facts
 from dflash_mini_lab.catalog import Entry
 from dflash_mini_lab.drafters.numpy_block import NumpyBlockDrafter, load_arrays
 from dflash_mini_lab.exactness import LogitsOf, StockSteps
-from dflash_mini_lab.settings import Settings
+from dflash_mini_lab.settings import FULL_LOGITS, STOCK_LINEAR, Settings
 from dflash_mini_lab.targets import tiny
 from dflash_mini_lab.targets.tiny_reference import PlainReference
 from dflash_mini_lab.targets.tiny_target import TinyTarget
@@ -25,16 +25,22 @@ WHY_NUMPY = "recomputes the visible sequence at every call; its speed says nothi
 
 def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> Model:
     """Target and drafter from the repository's files, verified. Raises UserError for what NumPy alone cannot do."""
+    if settings.device != "cpu":
+        raise UserError(
+            f"the {entry.name} reference runs in NumPy, on a CPU only: python run_cpu.py --target {entry.name}"
+        )
     if settings.dtype != "float32":
         raise UserError(f"--dtype {settings.dtype}: the {entry.name} reference runs in float32 only.")
     if settings.peers:
         raise UserError(f"--peers: they are transformers' own, and the {entry.name} reference does without it; leave them out.")
+    if STOCK_LINEAR in settings.ablate:
+        raise UserError(f"--ablate {STOCK_LINEAR}: the {entry.name} reference has NumPy's products only; leave it out.")
     folder = artifacts.locate(settings, entry.name, say)
     if folder is None:
         raise UserError(f"artifacts/{entry.name} is not here; restore it with: git checkout -- artifacts/{entry.name}")
     config, tensors = tiny.read(folder)
     manifest = artifacts.manifest_of(folder, entry.name)
-    checkpoint = load_arrays(folder) if settings.methods != ("00",) else None
+    checkpoint = ablated(load_arrays(folder) if settings.methods != ("00",) else None, settings.ablate)
     heads = read_heads(folder, checkpoint[0], manifest) if checkpoint else Heads()
 
     @contextmanager
@@ -42,7 +48,7 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
         yield PlainReference(config, tensors)
 
     def build(capacity: int) -> Engine:
-        target = TinyTarget(config, tensors)
+        target = TinyTarget(config, tensors, FULL_LOGITS in settings.ablate)
         drafter = None
         if checkpoint:
             drafter = NumpyBlockDrafter(*checkpoint, target.embedding, target.embedding, target.max_positions, heads)
@@ -61,7 +67,7 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
         stock=stock,
         build=build,
         target_facts=target_facts(entry, folder, settings, facts(config), tiny.TENSOR_FILE),
-        drafter_facts=drafter_facts(entry, folder, checkpoint[0], heads, manifest) if checkpoint else None,
+        drafter_facts=drafter_facts(entry, folder, checkpoint, heads, manifest) if checkpoint else None,
         heads=heads,
         backend="numpy",
     )

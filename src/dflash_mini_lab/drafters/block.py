@@ -78,13 +78,14 @@ class BlockDraft:
     def jump(self, ids: np.ndarray) -> np.ndarray:
         if len(self._jump) != len(ids):
             raise RuntimeError(f"the jump head gave {len(self._jump)} rows, {len(ids)} were asked for: does the method need it?")
-        columns = torch.from_numpy(np.searchsorted(self._drafter.draft_ids, ids)).to(self._jump.device)
-        return self._drafter.crossings.array(self._jump.gather(1, columns).float())
+        crossings = self._drafter.crossings
+        columns = crossings.send(np.searchsorted(self._drafter.draft_ids, ids), self._jump.device)
+        return crossings.array(self._jump.gather(1, columns).float())
 
     @torch.inference_mode()
     def embeddings(self, ids: np.ndarray) -> np.ndarray:
-        table = self._drafter.embedding
-        return self._drafter.crossings.array(table[torch.from_numpy(np.asarray(ids)).to(table.device)].float())
+        table, crossings = self._drafter.embedding, self._drafter.crossings
+        return crossings.array(table[crossings.send(np.asarray(ids), table.device)].float())
 
     def prefix_embedding(self) -> np.ndarray:
         return self._session.prefix_embedding(self.committed)

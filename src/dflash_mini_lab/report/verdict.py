@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflash_mini_lab.report.format import dig, fixed, interval, listed, plural, times
+from dflash_mini_lab.report.format import dig, fixed, interval, listed, plain, plural, times
 from dflash_mini_lab.report.ranking import Benchmark, Row, inexact_arms, measured_cells, planned_cells, rank
 
 _ORDER = ("faster", "no difference", "one measurement", "slower")
@@ -115,6 +115,8 @@ def _warnings(benchmark: Benchmark, rows: tuple[Row, ...], failed: list[Row]) ->
     if not benchmark.get("complete"):
         done, planned = len(measured_cells(benchmark)), planned_cells(benchmark)
         yield f"This run is not finished: {done} of {plural(planned, 'cell')} measured. --resume continues it."
+    if ablations := dig(benchmark, "settings", "ablations"):
+        yield f"An ablation: {plain(ablations)}. The text stays the same; the speed-ups are not those of the lab as it is."
     if dig(benchmark, "target", "path") == "numpy":
         yield (
             "This target recomputes the visible sequence at every call, so its tokens a second say nothing about targets with a "

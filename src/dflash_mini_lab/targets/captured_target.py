@@ -32,10 +32,11 @@ class CapturedTarget(LeanTarget):
         stop_ids: frozenset[int],
         vocabulary: int,
         crossings: Crossings | None = None,
+        full_logits: bool = False,
         capture: bool | None = None,
     ) -> None:
         """`capture`: None asks for graphs on CUDA and for their eager twin elsewhere."""
-        super().__init__(decoder, stop_ids, vocabulary, crossings)
+        super().__init__(decoder, stop_ids, vocabulary, crossings, full_logits)
         self.capture = decoder.embedding.is_cuda if capture is None else capture
         self.refusal: str | None = None
         """Why CUDA would not capture, in its own words."""

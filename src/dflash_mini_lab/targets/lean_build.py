@@ -45,10 +45,13 @@ def unsupported_reason(config: Any) -> str | None:
     return None
 
 
-def build_lean_decoder(model: Any, capacity: int, measure: bool = True, consume: bool = False) -> LeanDecoder:
+def build_lean_decoder(
+    model: Any, capacity: int, measure: bool = True, consume: bool = False, screen: bool = True
+) -> LeanDecoder:
     """Build from a transformers causal LM.
 
-    `capacity`: positions to prepare, clipped to the model's own. `measure=False` keeps stock products (tests, training).
+    `capacity`: positions to prepare, clipped to the model's own. `measure=False` keeps stock products (tests, training, an
+    ablation); `screen=False` has the LM head compute every logit (an ablation).
     `consume=True` empties the model's layers as they are read, so that weights are held once; the model is unusable afterwards.
     Raises ValueError with the reason where the family or its settings are not covered.
     """
@@ -58,7 +61,7 @@ def build_lean_decoder(model: Any, capacity: int, measure: bool = True, consume:
         raise ValueError(f"no lean decoder: {reason}")
     base, head = model.model, model.lm_head
     with torch.inference_mode():
-        plans = _plans(model, measure)
+        plans = _plans(model, measure, screen)
 
         def linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
             return PackedLinear(weight, bias, plans[tuple(weight.shape)])
@@ -87,7 +90,7 @@ def build_lean_decoder(model: Any, capacity: int, measure: bool = True, consume:
         )
 
 
-def _plans(model: Any, measure: bool) -> dict[tuple[int, ...], LinearPlan]:
+def _plans(model: Any, measure: bool, screen: bool) -> dict[tuple[int, ...], LinearPlan]:
     """A plan for every weight shape, measured on the first layers that together are too large for the processor's cache."""
     weights: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     head = model.lm_head.weight.detach()
@@ -103,7 +106,7 @@ def _plans(model: Any, measure: bool) -> dict[tuple[int, ...], LinearPlan]:
             if sum(w.numel() * w.element_size() for w in known) < BYTES_TO_DEFEAT_CACHE:
                 known.append(weight)
     measured = {shape: measure_plan(ws) for shape, ws in weights.items()}
-    if model.lm_head.bias is None:
+    if screen and model.lm_head.bias is None:
         measured[tuple(head.shape)] = screen_plan(head, measured[tuple(head.shape)])
     return measured
 

@@ -19,14 +19,20 @@ class LeanTarget:
     path = "lean"
 
     def __init__(
-        self, decoder: LeanDecoder, stop_ids: frozenset[int], vocabulary: int, crossings: Crossings | None = None
+        self,
+        decoder: LeanDecoder,
+        stop_ids: frozenset[int],
+        vocabulary: int,
+        crossings: Crossings | None = None,
+        full_logits: bool = False,
     ) -> None:
-        """`vocabulary`: ids that may be emitted; padded rows of the head beyond it never are."""
+        """`vocabulary`: ids that may be emitted; padded rows of the head beyond it never are. `full_logits`: logits of every row
+        of a prompt, where only the last one's are needed."""
         self.decoder, self.stop_ids, self.vocabulary = decoder, stop_ids, vocabulary
         self.max_positions = len(decoder.rotation)
         self.embedding = decoder.embedding
         self.plans, self.padded_rows = decoder.plans, decoder.padded_rows
-        self.crossings = crossings or Crossings()
+        self.crossings, self.full_logits = crossings or Crossings(), full_logits
 
     def prepare_steps(self, widths: Sequence[int], taps: Sequence[int]) -> dict[str, Any]:
         """The `decode` entry of benchmark.json: nothing to prepare here."""
@@ -87,7 +93,9 @@ class LeanSession:
         ids = crossings.send(tokens, self.target.embedding.device)[None]
         hidden, tapped = decoder.forward(ids, cache, self.taps)
         self.features.record([rows[0] for rows in tapped])
-        return crossings.integers(decoder.greedy(hidden[0, -1:] if last_only else hidden[0], self.target.vocabulary))
+        needed = hidden[0, -1:] if last_only and not self.target.full_logits else hidden[0]
+        greedy = decoder.greedy(needed, self.target.vocabulary)
+        return crossings.integers(greedy[-1:] if last_only else greedy)
 
 
 def checked_taps(taps: Sequence[int], target: LeanTarget) -> tuple[int, ...]:

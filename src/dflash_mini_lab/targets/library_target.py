@@ -25,14 +25,21 @@ class LibraryTarget:
     path = "library"
 
     def __init__(
-        self, model: Any, stop_ids: frozenset[int], vocabulary: int, measure: bool = True, crossings: Crossings | None = None
+        self,
+        model: Any,
+        stop_ids: frozenset[int],
+        vocabulary: int,
+        measure: bool = True,
+        crossings: Crossings | None = None,
+        full_logits: bool = False,
     ) -> None:
+        """`full_logits`: logits of every row of a prompt, where only the last one's are needed."""
         self.model, self.stop_ids, self.vocabulary = model, stop_ids, vocabulary
         self.max_positions = model.config.max_position_embeddings
         self.embedding = model.get_input_embeddings().weight.detach()
         self.plans = _pack_linears(model) if measure else []
         self.padded_rows: dict[int, int] = {}
-        self.crossings = crossings or Crossings()
+        self.crossings, self.full_logits = crossings or Crossings(), full_logits
 
     def prepare_steps(self, widths: Sequence[int], taps: Sequence[int]) -> dict[str, Any]:
         """The `decode` entry of benchmark.json: nothing to prepare here."""
@@ -102,7 +109,7 @@ class LibrarySession:
             crossings.send(tokens, self.target.embedding.device)[None],
             cache=self.cache,
             use_cache=True,
-            logits_to_keep=1 if last_only else len(tokens),
+            logits_to_keep=1 if last_only and not self.target.full_logits else len(tokens),
             output_hidden_states=wanted or False,
         )
         self.length += len(tokens)
@@ -110,7 +117,8 @@ class LibrarySession:
         if wanted:
             hidden = output.hidden_states
             self.features.record([hidden[index][0] for index in wanted])
-        return crossings.integers(output.logits[0, :, : self.target.vocabulary].argmax(dim=-1))
+        greedy = output.logits[0, :, : self.target.vocabulary].argmax(dim=-1)
+        return crossings.integers(greedy[-1:] if last_only else greedy)
 
 
 class _PackedModule(nn.Module):

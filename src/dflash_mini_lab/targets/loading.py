@@ -60,16 +60,19 @@ class LoadedTarget:
     def release_stock(self) -> None:
         self._stock = None
 
-    def build(self, capacity: int, measure: bool = True, keep_stock: bool = False) -> LeanTarget | LibraryTarget:
+    def build(
+        self, capacity: int, measure: bool = True, keep_stock: bool = False, full_logits: bool = False
+    ) -> LeanTarget | LibraryTarget:
         """The verifier, for sequences of up to `capacity` tokens. Unless `keep_stock`, its weights are taken from the stock
-        model, which is then gone."""
+        model, which is then gone. `measure=False`: stock products; `full_logits`: every logit of every row."""
         if self.path_reason is None:
-            decoder = build_lean_decoder(self.stock_model(), capacity, measure, consume=not keep_stock)
+            stock = self.stock_model()
+            decoder = build_lean_decoder(stock, capacity, measure, consume=not keep_stock, screen=not full_logits)
             kind = LeanTarget if self.device == "cpu" else CapturedTarget
-            target: LeanTarget | LibraryTarget = kind(decoder, self.stop_ids, self.vocabulary)
+            target: LeanTarget | LibraryTarget = kind(decoder, self.stop_ids, self.vocabulary, full_logits=full_logits)
         else:
             model = self._read() if keep_stock else self.stock_model()
-            target = LibraryTarget(model, self.stop_ids, self.vocabulary, measure)
+            target = LibraryTarget(model, self.stop_ids, self.vocabulary, measure, full_logits=full_logits)
         if not keep_stock:
             self.release_stock()
         return target

@@ -32,8 +32,9 @@ class TinyTarget:
 
     path = "numpy"
 
-    def __init__(self, config: TinyConfig, tensors: Mapping[str, np.ndarray]) -> None:
-        self.config = config
+    def __init__(self, config: TinyConfig, tensors: Mapping[str, np.ndarray], full_logits: bool = False) -> None:
+        """`full_logits`: logits of the whole sequence at every call, where only the new rows' are needed."""
+        self.config, self.full_logits = config, full_logits
         self.stop_ids, self.max_positions = frozenset({END}), config.max_position_embeddings
         self.embedding = tensors["model.embed_tokens.weight"]
         self.head = np.ascontiguousarray(self.embedding.T)
@@ -115,7 +116,8 @@ class TinySession:
         hidden, tapped = self.target.forward(self.ids, self.taps or ())
         if tapped:
             self._features = np.concatenate(tapped, axis=-1)
-        return (hidden[-rows:] @ self.target.head).argmax(axis=-1).tolist()
+        needed = hidden if self.target.full_logits else hidden[-rows:]
+        return (needed @ self.target.head).argmax(axis=-1)[-rows:].tolist()
 
 
 def _layer(tensors: Mapping[str, np.ndarray], name: str) -> _Layer:

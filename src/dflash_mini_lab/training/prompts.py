@@ -1,6 +1,7 @@
 """Prompts that the target writes itself: user turns of a chat model, openings of a base model."""
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import time
@@ -63,11 +64,12 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
 def hold_out(prompts: Mapping[str, Sequence[int]], most: int) -> list[str]:
     """Up to `most` of the texts (text → token ids), kept out of training in any form; what training is judged on.
 
-    An eighth of each token length, at most HELD_OUT_BATCH of it, the commonest lengths first: each length is one batch.
+    An eighth of each token length, at most HELD_OUT_BATCH of it, the commonest lengths first: each length is one batch. Which
+    texts those are, their digests say: the first of a sorted list would all begin alike.
     """
     by_length: dict[int, list[str]] = defaultdict(list)
-    for text, ids in prompts.items():
-        by_length[len(ids)].append(text)
+    for text in sorted(prompts, key=lambda text: hashlib.sha256(text.encode()).digest()):
+        by_length[len(prompts[text])].append(text)
     chosen: list[str] = []
     for texts in sorted(by_length.values(), key=len, reverse=True):
         chosen += texts[: min(len(texts) // 8, HELD_OUT_BATCH, most - len(chosen))]
