@@ -80,8 +80,8 @@ def test_the_head_is_the_tallest_weight_on_the_hidden_state() -> None:
     shapes = ((100_000, 500, "bfloat16 screen"), (500, 500, "prepacked"), (200_000, 9, "prepacked"))
     benchmark["linear_plans"] = [{"out_features": out, "in_features": into, "storage": way, **rates} for out, into, way in shapes]
     assert lines("head", benchmark) == [
-        "In this run the LM head of 100,000 × 500 was a bfloat16 screen: "
-        "one row in 10.0 ms, where the stock product takes 20.0 ms."
+        "In this run the LM head of 100,000 × 500 was screened in bfloat16. When the layers were planned, "
+        "the screen, without the exact rows behind it, took 10.0 ms for one row; the stock product, 20.0 ms."
     ]
 
 
@@ -107,12 +107,12 @@ def test_a_run_s_minutes_and_memory_are_told_where_they_are_known() -> None:
     benchmark |= {"created": "2026-01-02T10:00:00Z", "finished": "2026-01-02T10:31:00Z"}
     benchmark["execution"] = {"peak_memory_bytes": 1_500_000_000}
     (told,) = lines("resources", benchmark)
-    assert "took 31 minutes from its start" in told
-    assert told.endswith("its peak memory was 1.5\u202fGB.")
+    assert "took 31 minutes once the model was there" in told
+    assert told.endswith("Its peak memory was 1.5\u202fGB.")
     benchmark |= {"finished": None, "execution": None}
     (told,) = lines("resources", benchmark)
     assert "took an unknown time" in told
-    assert told.endswith("its peak memory was not recorded.")
+    assert told.endswith("Its peak memory was not recorded.")
 
 
 @pytest.mark.parametrize("name", BLOCKS)

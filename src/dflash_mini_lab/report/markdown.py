@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from dflash_mini_lab.report import facts, measured
-from dflash_mini_lab.report.format import dig, fixed, interval, moment, percent, plain, plural, size, times
+from dflash_mini_lab.report.format import dig, fixed, interval, moment, percent, plain, plural, seconds, size, times
 from dflash_mini_lab.report.ranking import Benchmark, rank
 from dflash_mini_lab.report.tuning import agreement
 from dflash_mini_lab.report.verdict import verdict_sentence
@@ -131,10 +131,12 @@ def head(benchmark: Benchmark) -> str:
     stock = dig(plan, "stock_gigabytes_per_second", "1")
     width = 4 if benchmark["target"]["dtype"] == "float32" else 2
     gigabytes = plan["out_features"] * plan["in_features"] * width / 1e9
-    what = "a bfloat16 screen" if "screen" in plan["storage"] else f"read in full ({plan['storage']})"
+    screened = "screen" in plan["storage"]
+    what = "screened in bfloat16" if screened else f"read in full ({plan['storage']})"
+    took = "the screen, without the exact rows behind it, took" if screened else "it took"
     return (
-        f"In this run the LM head of {plan['out_features']:,} × {plan['in_features']} was {what}: one row in "
-        f"{1e3 * gigabytes / rate:.1f} ms, where the stock product takes {1e3 * gigabytes / stock:.1f} ms."
+        f"In this run the LM head of {plan['out_features']:,} × {plan['in_features']} was {what}. When the layers were planned, "
+        f"{took} {1e3 * gigabytes / rate:.1f} ms for one row; the stock product, {1e3 * gigabytes / stock:.1f} ms."
     )
 
 
@@ -143,11 +145,12 @@ def resources(benchmark: Benchmark) -> str:
     took = minutes_between(benchmark["created"], benchmark.get("finished"))
     peak = dig(benchmark, "execution", "peak_memory_bytes")
     arms, cells = plural(len(benchmark["arms"]), "arm"), plural(len(benchmark["cells"]), "cell")
+    chosen = [("calibration", dig(benchmark, "calibration", "seconds")), ("tuning", dig(benchmark, "tuning", "seconds"))]
+    choosing = " and ".join(f"{seconds(spent)} of {name}" for name, spent in chosen if spent)
     return (
         f"The committed run ({run_facts(benchmark).removesuffix('.')}) took "
-        f"{'an unknown time' if took is None else plural(took, 'minute')} from its start to its report, with {arms} in {cells}, "
-        f"warm-ups, calibration and tuning included; its peak memory was "
-        f"{size(peak) if peak else 'not recorded'}."
+        f"{'an unknown time' if took is None else plural(took, 'minute')} once the model was there: {arms} in {cells}, warm-ups "
+        f"included{f', and {choosing}' if choosing else ''}. Its peak memory was {size(peak) if peak else 'not recorded'}."
     )
 
 
