@@ -26,11 +26,11 @@ def recorded() -> dict:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (0, "The method proposed 4 tokens, changing slot 2 from “␣is” to “␣two” and slot 3 from “␣low” to “␣three”. The target "
-            "accepted 2, wrote “␣high” itself, and 2 rows of its cache were rolled back."),
-        (1, "The method proposed 1 token. The target accepted it and wrote “␣tides” itself."),
+        (0, "The method proposed 4 tokens, changing slot 2 from “is” to “two” and slot 3 from “low” to “three”. The target "
+            "accepted 2, wrote “high” itself, and 2 rows of its cache were rolled back."),
+        (1, "The method proposed 1 token. The target accepted it and wrote “tides” itself."),
         (2, "The method proposed nothing: a plain decoding step, in which the target wrote “⏎” itself."),
-        (3, "The method proposed 1 token. The target accepted none, wrote “␣two” itself, "
+        (3, "The method proposed 1 token. The target accepted none, wrote “two” itself, "
             "and 1 row of its cache was rolled back."),
         (4, "Nothing was drafted: the target wrote “#19” itself."),
     ],
@@ -129,8 +129,14 @@ def test_the_fits_of_12_and_14_are_told_in_a_sentence_each() -> None:
     benchmark = recorded()
     assert parareal(benchmark)["words"] == (
         "After 2 rounds of correction the draft's scores are nearer to the target's: the squared error went from 4.00 to 1.50, "
-        "and the same token came first in 53.0\u202f% of slots, 50.0\u202f% before."
+        "and the same token came first in 53.0\u202f% of slots, 50.0\u202f% before. "
+        "31.0\u202f% of the target's scores were too small to have been kept; a floor stands for them."
     )
+    fit = benchmark["drafter"]["heads"]["parareal"]["diagnostics"]
+    for last, said in ((3.9, "are hardly nearer to the target's"), (4.1, "are further from the target's")):
+        fit["mse"] = [4.0, last]
+        assert said in parareal(benchmark)["words"]
+    benchmark = recorded()
     assert parareal(benchmark)["lines"][1] == ("round 1", "2.000", "0.500", "52.0\u202f%")
     assert simple_parareal(benchmark)["words"].endswith(
         "the estimate raises that to 74.0\u202f%. It switched a slot in 12.0\u202f% of blocks, rightly in 60.0\u202f% of those."

@@ -102,7 +102,7 @@ def test_every_method_of_the_numpy_target_is_recorded_in_little_space() -> None:
             entries[arm.key] = recording.record(engine, arm, ids, 40, Still(), ())
     assert len(entries) == 14
     assert not any(entry["exact"] for entry in entries.values()), "the expected answer was another"
-    assert {len(entry["rounds"]) for entry in entries.values()} == {recording.ROUNDS}
+    assert all(len(entry["rounds"]) == min(recording.ROUNDS, entry["of"]) > 5 for entry in entries.values())
     texts = recording.texts(entries.values(), tiny.decode)
     assert texts[str(ord("e"))] == "e"
     slots = sum(len(known["slots"]) for entry in entries.values() for known in entry["rounds"])

@@ -75,6 +75,11 @@ def shown(token: int, texts: Mapping[str, str]) -> str:
     return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or f"#{token}"
 
 
+def said(token: int, texts: Mapping[str, str]) -> str:
+    """As `shown`, without the blanks around a word: a screen reader would name their signs."""
+    return texts.get(str(token), "").strip() or shown(token, texts)
+
+
 def _method(arm: dict[str, Any], entry: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     key, rounds, so_far = arm["key"], [], ""
     for number, known in enumerate(entry["rounds"], start=1):
@@ -166,12 +171,12 @@ def sentence(known: dict[str, Any], texts: Mapping[str, str]) -> str:
     """What happened in a round, in words that a screen reader can say by themselves."""
     proposed, accepted = known["proposed"], known["accepted"]
     ended = known["committed"] <= accepted
-    own = "ended its answer within them" if ended else f"wrote “{shown(known['greedy'][accepted], texts)}” itself"
+    own = "ended its answer within them" if ended else f"wrote “{said(known['greedy'][accepted], texts)}” itself"
     if not known["slots"]:
         return f"Nothing was drafted: the target {own}."
     changes = [
-        f"slot {index + 1} from “{shown(slot['ids'][0], texts)}” to “{shown(token, texts)}”"
-        for index, (slot, token) in enumerate(zip(known["slots"], known["proposal"], strict=False))
+        f"slot {index + 1} from “{said(slot['ids'][0], texts)}” to “{said(token, texts)}”"
+        for index, (slot, token) in enumerate(zip(known["slots"], known["proposal"][:proposed], strict=False))
         if token != slot["ids"][0]
     ]
     changed = f", changing {listed(changes, 3)}" if changes else ""
@@ -189,15 +194,16 @@ def parareal(benchmark: Benchmark) -> dict[str, Any] | None:
     """Method 12's rounds on held-out blocks. None where its fit reported nothing."""
     found = _diagnostics(benchmark, "parareal")
     errors, agreement = found.get("mse") or [], found.get("top1_agreement") or []
-    if not errors or not all(map(is_number, errors)):
+    if not errors or not all(map(is_number, errors)) or errors[0] <= 0:
         return None
     ratios = [None, *(found.get("contraction") or [])]
-    shrank = errors[-1] < errors[0]
-    words = f"After {plural(len(errors) - 1, 'round')} of correction the draft's scores are "
-    words += f"{'nearer to' if shrank else 'no nearer to'} the target's: the squared error went from {fixed(errors[0])} to "
-    words += f"{fixed(errors[-1])}"
-    words += f", and the same token came first in {_share(agreement[-1])} of slots, {_share(agreement[0])} before." if (
-        len(agreement) > 1
+    words = f"After {plural(len(errors) - 1, 'round')} of correction the draft's scores are {_nearer(errors[-1] / errors[0])} "
+    words += f"the target's: the squared error went from {fixed(errors[0])} to {fixed(errors[-1])}"
+    if len(agreement) > 1:
+        words += f", and the same token came first in {_share(agreement[-1])} of slots, {_share(agreement[0])} before"
+    floored = found.get("floored_candidates")
+    words += f". {_share(floored)} of the target's scores were too small to have been kept; a floor stands for them." if (
+        is_number(floored) and floored > 0
     ) else "."
     lines = [
         (
@@ -211,6 +217,13 @@ def parareal(benchmark: Benchmark) -> dict[str, Any] | None:
     return {"words": words, "lines": lines, "slots": _count(found), "errors": errors}
 
 
+def _nearer(ratio: float) -> str:
+    """In words what is left of an error; a change under 5% is hardly one."""
+    if ratio > 1:
+        return "further from"
+    return "nearer to" if ratio < 0.95 else "hardly nearer to"
+
+
 def simple_parareal(benchmark: Benchmark) -> dict[str, Any] | None:
     """Method 14's estimate of the sign of the target's gap on held-out blocks. None where its fit reported nothing."""
     found = _diagnostics(benchmark, "gap")
@@ -218,7 +231,7 @@ def simple_parareal(benchmark: Benchmark) -> dict[str, Any] | None:
     if not is_number(before) or not is_number(after):
         return None
     verb = "raises" if after > before else "lowers" if after < before else "leaves"
-    words = f"Which of the draft's two best tokens the target prefers is known in {_share(before)} of slots by the draft alone; "
+    words = f"Of its two best tokens, the draft has the one that the target prefers first in {_share(before)} of slots; "
     words += f"the estimate {verb} that to {_share(after)}." if verb != "leaves" else "the estimate leaves that as it is."
     precision = found.get("precision")
     if is_number(precision):

@@ -30,8 +30,8 @@ function show(aloud = true) {
   stage.classList.toggle("two", now.length > 1);
   for (const why of box.querySelectorAll(".why")) why.hidden = why.dataset.pair !== select.value;
   count.textContent = `Round ${at + 1} of ${last() + 1}`;
-  steps[0].disabled = at === 0;
-  steps[1].disabled = at === last();
+  steps[0].setAttribute("aria-disabled", at === 0); // `disabled` would take the focus away
+  steps[1].setAttribute("aria-disabled", at === last());
   if (!aloud) return;
   said.textContent = `Round ${at + 1}. ` + now.map((panel) => {
     const round = rounds.get(panel)[at];
