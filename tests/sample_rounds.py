@@ -39,13 +39,13 @@ def known(
 
 def rounds() -> list[dict[str, Any]]:
     """In order: two accepted, one rejected after a change, one rolled back; a cut proposal wholly accepted; nothing proposed;
-    past the width; nothing drafted."""
+    a change past the width; nothing drafted."""
     three = [slot(11, 15), slot(15, 12), slot(17, 16)]
     return [
         known(30, 10, [*three, slot(14, 18)], [11, 12, 16, 14], [11, 12, 13, 14, 18], 2),
         known(33, 13, three, [11], [11, 14], 1),
         known(35, 14, three, [], [18], 0),
-        known(36, 18, three, [11, 15, 17], [12, 15], 0),
+        known(36, 18, three, [11, 12, 17], [12, 15], 0),
         known(37, 12, [], [], [19], 0),
     ]
 

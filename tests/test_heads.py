@@ -299,7 +299,7 @@ def test_a_method_without_its_head_is_refused_in_one_sentence() -> None:
 
 class Has:
     def __init__(self, heads: Heads) -> None:
-        self.heads = heads
+        self.heads, self.backend = heads, "torch"
 
 
 def test_every_method_runs_by_default_that_has_its_heads_and_the_others_are_named() -> None:

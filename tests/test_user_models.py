@@ -20,6 +20,7 @@ from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.targets import weights
 from dflash_mini_lab.targets.loading import load_target
+from dflash_mini_lab.training.heads import TRAINED_FILES
 from dflash_mini_lab.types import UserError
 
 SMALL = ("--tokens", "8", "--repeats", "1", "--prompt-limit", "1", "--calibration-prompt-limit", "0", "--cpu-threads", "1")
@@ -103,7 +104,7 @@ def test_a_target_without_a_drafter_has_one_trained_and_is_measured(
 
     prepared = artifacts.prepared_folder(cache, resolve(str(folder)).name)
     names = {file.name for file in artifacts.read_manifest(prepared / artifacts.MANIFEST).files}
-    assert names == {"config.json", "model.safetensors", "provenance.json", "training-log.jsonl"}
+    assert names == {"config.json", "model.safetensors", "provenance.json", "training-log.jsonl", *TRAINED_FILES}
     assert benchmark["drafter"]["provenance"]["sequences"] >= 16
     assert DRAFT_TO_TARGET in load_file(prepared / "model.safetensors")
 

@@ -21,6 +21,8 @@ PACK_ROWS_HINT = 8
 """Row count that oneDNN packs for. Packing for 8 was the fastest at every row count from 1 to 16 (docs/lab-log.md)."""
 PADDING_COST = 1.02
 BYTES_TO_DEFEAT_CACHE = 96 * 2**20
+MOST_COPIES = 64
+"""Of one weight: a model whose weights are smaller than this makes them sits in cache when it runs, too."""
 PLAIN, PACKED, SCREENED = "plain", "prepacked", "bfloat16 screen"
 """How weights are stored. A screened LM head reads a bfloat16 copy to find the few rows worth an exact product (lm_head.py)."""
 
@@ -106,7 +108,7 @@ def measure_plan(weights: list[Tensor], repeats: int = 5) -> LinearPlan:
     if not packed_storage_works(first.dtype, first.device):
         return stock_plan(first)
     size = first.numel() * first.element_size()
-    count = max(1, -(-BYTES_TO_DEFEAT_CACHE // size))
+    count = max(1, min(MOST_COPIES, -(-BYTES_TO_DEFEAT_CACHE // size)))
     sample = [*weights[:count], *(first.clone() for _ in range(count - len(weights)))]
     packed = [_pack(weight) for weight in sample]
     stock_seconds, packed_seconds = {}, {}

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,9 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     prompts = encoded(own)
     held_out = {text: prompts.pop(text) for text in hold_out(prompts, recipe.held_out_prompts)}
     prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", TRAIN_SEEDS, recipe.seed))
-    batches = [(HELD_OUT, batch) for batch in equal_length_batches(list(held_out.values()), recipe.teacher_batch, recipe.seed, 1)]
-    batches += [(ANSWERS, batch) for batch in equal_length_batches(list(prompts.values()), recipe.teacher_batch, recipe.seed)]
+    answers = [(ANSWERS, batch) for batch in equal_length_batches(list(prompts.values()), recipe.teacher_batch, recipe.seed)]
+    judges = [(HELD_OUT, batch) for batch in equal_length_batches(list(held_out.values()), recipe.teacher_batch, recipe.seed, 1)]
+    batches = [batch for pair in zip_longest(answers, judges) for batch in pair if batch]  # both, however little time there is
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", disable=None, desc="answers")
     for index, (folder, batch) in enumerate(batches):
         path = work / folder / f"{index:05d}.safetensors"
