@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_lab
 import torch
 from tests.tables import random_heads
 from tests.test_heads import GAP, PARAREAL, head_tensors, write
@@ -194,17 +195,32 @@ def test_a_run_with_every_ablation_is_exact_for_every_method_and_says_so(model: 
     assert benchmark["drafter"]["draft_vocabulary"] == 4 + len(WORDS)
     assert {plan["storage"] for plan in benchmark["linear_plans"]} == {"plain"}
     assert not any(plan["gigabytes_per_second"] for plan in benchmark["linear_plans"])
-    for cell in benchmark["cells"]:
-        for run in cell["runs"]:
-            steps = run["steps"]
-            pairs = list(zip(steps["committed"], steps["accepted"], strict=True))
-            assert all(committed == max(1, accepted) for committed, accepted in pairs[:-1])
-    for entry in benchmark["rounds"]["methods"].values():
-        assert entry["exact"]
-        assert all(known["committed"] == max(1, known["accepted"]) for known in entry["rounds"][:-1])
     assert "An ablation: full-logits, no-bonus, full-vocabulary, stock-linear" in " ".join(verdict(benchmark).warnings)
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "full-logits, no-bonus, full-vocabulary, stock-linear" in page
+
+
+def test_cells_trials_and_recorded_rounds_all_go_without_the_bonus_token(tmp_path: Path) -> None:
+    """The tiny lab's drafter knows two tokens of three, so that most rounds accept something."""
+    found = {}
+    for name, ablate in (("whole", ()), ("ablated", ("no-bonus",))):
+        options = tiny_lab.settings(tmp_path / name, tokens=24, ablate=ablate, tune=True, tuning_repeats=1)
+        assert tiny_lab.run(options) == 0
+        found[name] = read(tmp_path / name / "benchmark.json")
+    for name, extra in (("whole", 1), ("ablated", 0)):
+        runs = [run for cell in found[name]["cells"] for run in cell["runs"] if run["arm"] == "01"]
+        pairs = [pair for run in runs for pair in zip(run["steps"]["committed"], run["steps"]["accepted"], strict=True)]
+        recorded = found[name]["rounds"]["methods"]["01"]
+        assert recorded["exact"]
+        pairs += [(known["committed"], known["accepted"]) for known in recorded["rounds"]]
+        assert any(accepted for _, accepted in pairs)
+        assert all(committed == max(1, accepted + extra) for committed, accepted in pairs)
+    trials = [benchmark["calibration"]["methods"]["08"]["trials"][0]["tau"] for benchmark in found.values()]
+    assert trials[1] < trials[0]
+    whole, ablated = (benchmark["tuning"]["methods"]["01"] for benchmark in found.values())
+    assert [trial["tau"] for trial in ablated["trials"]] < [trial["tau"] for trial in whole["trials"]]
+    assert ablated["trials"][0]["tau"] == 1.0, "two rows without the bonus token commit one token a round"
+    assert ablated["analytic"]["widths"][0]["tokens_per_round"] == 1.0
 
 
 def test_no_ablation_is_no_field_that_an_earlier_file_lacks(
