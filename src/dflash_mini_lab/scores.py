@@ -11,6 +11,9 @@ from dflash_mini_lab.types import Draft, PairHead
 FINGERPRINT_TOKENS = 32
 """The fingerprint reads this many of the last tokens, with their positions, so that it costs the same in a long context."""
 
+LARGEST = 1e4
+"""Logits and margins are clipped to this before arithmetic on them, so that an infinite one leaves no NaN behind."""
+
 _INCREMENT, _FIRST, _SECOND = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _11, _27, _30, _31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
 

@@ -112,6 +112,9 @@ class Heads:
         return tuple(item.name for item in fields(self) if getattr(self, item.name) is not None)
 
 
+NO_HEADS = Heads()
+
+
 class Draft(Protocol):
     """One forward pass of the drafter for `slots` (S) slots after `anchor`. A method pays for exactly what it asks."""
 

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_mini_lab.exactness import LogitsOf
-from dflash_mini_lab.types import Drafter, Heads, Target
-
-NO_HEADS = Heads()
+from dflash_mini_lab.types import NO_HEADS, Drafter, Heads, Target
 
 if TYPE_CHECKING:  # a comparison of two files needs no torch
     from dflash_mini_lab.crossings import Crossings

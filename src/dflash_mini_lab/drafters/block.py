@@ -20,9 +20,7 @@ from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, chec
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan, stock_plan
 from dflash_mini_lab.rotary import interleaved_rows, rotate, rotation_table
-from dflash_mini_lab.types import Heads, JumpHead, Session
-
-NO_HEADS = Heads()
+from dflash_mini_lab.types import NO_HEADS, Heads, JumpHead, Session
 
 
 @dataclass(frozen=True)

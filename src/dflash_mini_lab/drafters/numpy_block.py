@@ -12,9 +12,7 @@ from safetensors.numpy import load_file
 
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit, read_checkpoint
 from dflash_mini_lab.numpy_ops import rms_norm, rotate, rotation_table, silu, softmax
-from dflash_mini_lab.types import Heads, Session
-
-NO_HEADS = Heads()
+from dflash_mini_lab.types import NO_HEADS, Heads, Session
 
 
 def load_arrays(folder: Path) -> tuple[DrafterConfig, dict[str, np.ndarray]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dflash_mini_lab.scores import centred, margins
+from dflash_mini_lab.scores import LARGEST, centred, margins
 from dflash_mini_lab.types import Draft, Method, PararealFit, Proposal
 
 FEATURES = (
@@ -22,8 +22,6 @@ FEATURES = (
     "candidate · mean of the prefix, embeddings, / √H",
     "current score × slot position",
 )
-LARGEST = 1e4
-"""Logits are clipped to ± this, so that an infinite one leaves no NaN behind."""
 
 
 def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:

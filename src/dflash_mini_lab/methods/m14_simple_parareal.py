@@ -5,11 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dflash_mini_lab.scores import margins
+from dflash_mini_lab.scores import LARGEST, margins
 from dflash_mini_lab.types import Draft, GapFit, Method, Proposal
-
-LARGEST = 1e4
-"""Margins are clipped to this, so that an infinite one leaves no NaN behind."""
 
 
 def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:

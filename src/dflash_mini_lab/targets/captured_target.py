@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflash_mini_lab.crossings import Crossings
 from dflash_mini_lab.targets.features import FeatureLog
@@ -116,9 +115,6 @@ class CapturedSession(LeanSession):
         self._require_lease()
         self.state.keep(rows)
         self.features.keep(rows)
-
-    def take_features(self) -> Tensor:
-        return self.features.take()
 
     def _extend(self, tokens: Sequence[int]) -> list[int]:
         self._require_lease()

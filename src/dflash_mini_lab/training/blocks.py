@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_mini_lab.drafters.checkpoint import DrafterConfig
 from dflash_mini_lab.training.losses import UNTRAINED
 from dflash_mini_lab.training.shards import Sequence, read_features, read_likely
 
@@ -46,6 +47,18 @@ def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generat
         likely_ids.append(candidates[row])
         likely.append(probabilities[row])
     return Blocks(features, *map(torch.stack, (places, ids, labels, likely_ids, likely)))
+
+
+def block_embeddings(blocks: Blocks, embedding: Tensor, config: DrafterConfig) -> Tensor:
+    """The drafter's input `[N, A, B, hidden]`, float32: the target's embedding of `[anchor, MASK × S]`."""
+    anchor = embedding[blocks.anchor_ids][:, :, None]
+    mask = embedding[config.mask_token_id].expand(*blocks.anchor_ids.shape, config.block_size - 1, -1)
+    return torch.cat([anchor, mask], dim=2).float()
+
+
+def draft_labels(blocks: Blocks, to_draft: Tensor) -> Tensor:
+    """`[N, A, S]` labels as rows of the draft vocabulary (`target_to_draft`), UNTRAINED outside it too."""
+    return torch.where(blocks.labels >= 0, to_draft[blocks.labels.clamp(min=0)], UNTRAINED)
 
 
 def choose_draft_vocabulary(sequences: Iterable[Sequence], size: int, vocabulary: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
-from dflash_mini_lab.training.blocks import Blocks, target_to_draft
+from dflash_mini_lab.training.blocks import Blocks, block_embeddings, draft_labels, target_to_draft
 from dflash_mini_lab.training.losses import UNTRAINED
 from dflash_mini_lab.training.model import TrainableDrafter
 
@@ -84,19 +84,15 @@ class FrozenDrafter:
     @torch.no_grad()
     def draft(self, blocks: Blocks, candidates: int) -> Drafted:
         """One pass over `blocks`, of which none has its anchor at position 0 (there is no context row before it)."""
-        config = self.config
-        anchor = self.embedding[blocks.anchor_ids][:, :, None]
-        mask = self.embedding[config.mask_token_id].expand(*blocks.anchor_ids.shape, config.block_size - 1, -1)
         features = blocks.features.to(self.dtype)
         newest = (blocks.anchors - 1)[..., None].expand(-1, -1, features.shape[-1])
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            hidden = self.model(features, torch.cat([anchor, mask], dim=2).float(), blocks.anchors).float()
+            hidden = self.model(features, block_embeddings(blocks, self.embedding, self.config), blocks.anchors).float()
             context = self.model.hidden_norm(self.model.fc(features.gather(1, newest)).float()).float()
         logits = self.head(hidden)
         scores, columns = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
-        draft_labels = torch.where(blocks.labels >= 0, self.to_draft[blocks.labels.clamp(min=0)], UNTRAINED)
-        ids = self.draft_to_target[columns]
-        return Drafted(hidden, context, scores, columns, ids, blocks.anchor_ids, blocks.labels, draft_labels)
+        ids, labels = self.draft_to_target[columns], draft_labels(blocks, self.to_draft)
+        return Drafted(hidden, context, scores, columns, ids, blocks.anchor_ids, blocks.labels, labels)
 
     def head(self, hidden: Tensor) -> Tensor:
         """The target's frozen LM head on `hidden [..., H]`: logits over the draft vocabulary, float32."""

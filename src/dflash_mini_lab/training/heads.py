@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -29,6 +28,7 @@ from dflash_mini_lab.training.head_model import Heads
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.ridge import Samples, collect_samples, fit_parareal, fit_simple_parareal
 from dflash_mini_lab.training.shards import Sequence
+from dflash_mini_lab.training.state import load_state, read_facts, save_state
 from dflash_mini_lab.training.train import learning_rate_share
 from dflash_mini_lab.types import UserError
 
@@ -246,7 +246,6 @@ class HeadTrainer:
         settings, generator = self.settings, torch.Generator().manual_seed(self.recipe.seed)
         chosen = torch.randperm(len(training), generator=generator)[: settings.ridge_sequences].tolist()
 
-
         def samples(sequences: list[Sequence]) -> Samples:
             return collect_samples(self.exact, sequences, settings.ridge_anchors, settings.parareal_candidates, generator)
 
@@ -260,32 +259,14 @@ class HeadTrainer:
         return {name: t.to(torch.float16) if t.is_floating_point() else t.clone() for name, t in state.items()}
 
     def save(self, folder: Path, progress: _Progress) -> None:
-        tensors = {f"heads.{name}": tensor for name, tensor in self.heads.state_dict().items()}
-        for index, state in self.optimiser.state_dict()["state"].items():
-            tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
-        facts = {"step": str(progress.step), "seconds": str(progress.seconds), "made_for": self.made_for}
-        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        with replacing(folder / HEADS_STATE_FILE) as part:
-            save_tensors(copies, part, facts)
+        save_state(folder / HEADS_STATE_FILE, self.heads, self.optimiser, {**vars(progress), "made_for": self.made_for})
 
     def resume(self, folder: Path) -> _Progress | None:
         """None: nothing was begun, or it was for another drafter or other settings, and is trained anew."""
-        path = folder / HEADS_STATE_FILE
-        if not path.exists():
+        facts = read_facts(folder / HEADS_STATE_FILE)
+        if facts is None or facts["made_for"] != self.made_for:
             return None
-        with safe_open(path, "pt") as saved:
-            facts = saved.metadata()
-            if facts["made_for"] != self.made_for:
-                return None
-            # Copies: a tensor that stays mapped keeps Windows from replacing the file.
-            tensors = {name: saved.get_tensor(name).clone() for name in saved.keys()}  # noqa: SIM118 - it is no dict
-        self.heads.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("heads.")})
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("optimiser."):
-                _, index, field = name.split(".")
-                state.setdefault(int(index), {})[field] = tensor
-        self.optimiser.load_state_dict({"state": state, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        load_state(folder / HEADS_STATE_FILE, self.heads, self.optimiser)
         return _Progress(int(facts["step"]), float(facts["seconds"]))
 
 

@@ -1,7 +1,6 @@
 """Losses over the slots of a block. Targets are the target model's own tokens; slot weights are detached."""
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,11 +22,6 @@ def teacher_cross_entropy(log_probabilities: Tensor, rows: Tensor, likely: Tenso
     """
     known = log_probabilities.gather(-1, rows.clamp(min=0))
     return -(likely * (rows >= 0) * known).sum(-1)
-
-
-def decay_weights(slots: int, gamma: float) -> Tensor:
-    """exp(-(k - 1) / γ) for slots k = 1 … S: early slots decide whether later ones are reached at all."""
-    return torch.exp(-torch.arange(slots, dtype=torch.float32) / gamma)
 
 
 def dpace_weights(probability: Tensor, alpha: float = 0.5) -> Tensor:

@@ -82,9 +82,10 @@ def continue_batch(
         tokens[:, position] = step[:, 0]
         answered = position - length + 1
         if taps:
-            best, ids = logits.float().topk(candidates)
+            wide = logits.float()
+            best, ids = wide.topk(candidates)
             likely_ids[:, answered - 1] = ids
-            likely[:, answered - 1] = (best - logits.float().logsumexp(-1, keepdim=True)).exp()
+            likely[:, answered - 1] = (best - wide.logsumexp(-1, keepdim=True)).exp()
         last = position == length + new_tokens - 1
         done = going & (torch.isin(step[:, 0], stops) | last)
         for row in done.nonzero()[:, 0].tolist():

@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, save_tensors
-from dflash_mini_lab.files import replacing
+from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
-from dflash_mini_lab.training.blocks import Blocks, cut_blocks, target_to_draft
-from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, slot_cross_entropy, teacher_cross_entropy
+from dflash_mini_lab.training.blocks import Blocks, block_embeddings, cut_blocks, draft_labels, target_to_draft
+from dflash_mini_lab.training.losses import dpace_weights, expected_accepted, slot_cross_entropy, teacher_cross_entropy
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.shards import Sequence
+from dflash_mini_lab.training.state import load_state, read_facts, save_state
 
 LOOK_EVERY_S = 300.0
 HELD_OUT_SEQUENCES = 160
@@ -147,16 +146,13 @@ class _Trainer:
 
     def logits(self, blocks: Blocks) -> Tensor:
         """`[N, A, S, draft vocabulary]`."""
-        masks = self.config.block_size - 1
-        anchor = self.embedding[blocks.anchor_ids][:, :, None]
-        mask = self.embedding[self.config.mask_token_id].expand(*blocks.anchor_ids.shape, masks, -1)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             features = blocks.features.to(self.dtype)
-            hidden = self.model(features, torch.cat([anchor, mask], dim=2).float(), blocks.anchors)
+            hidden = self.model(features, block_embeddings(blocks, self.embedding, self.config), blocks.anchors)
             return F.linear(hidden.to(self.dtype), self.head)
 
     def step(self, blocks: Blocks, rate_share: float) -> float:
-        labels = torch.where(blocks.labels >= 0, self.to_draft[blocks.labels.clamp(min=0)], UNTRAINED)
+        labels = draft_labels(blocks, self.to_draft)
         log_probabilities = self.logits(blocks).float().log_softmax(-1)
         hard = slot_cross_entropy(log_probabilities, labels)
         soft = teacher_cross_entropy(log_probabilities, self.to_draft[blocks.likely_ids], blocks.likely)
@@ -200,28 +196,13 @@ class _Trainer:
         return tensors | {DRAFT_TO_TARGET: self.draft_to_target.to(torch.int32)}
 
     def save(self, folder: Path, progress: Progress) -> None:
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        for index, state in self.optimiser.state_dict()["state"].items():
-            tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
-        facts = {"step": str(progress.step), "seconds": str(progress.seconds), "tokens_seen": str(progress.tokens_seen)}
-        with replacing(folder / STATE_FILE) as part:
-            save_tensors({name: tensor.detach().clone() for name, tensor in tensors.items()}, part, facts)
+        save_state(folder / STATE_FILE, self.model, self.optimiser, vars(progress))
 
     def resume(self, folder: Path) -> Progress | None:
-        path = folder / STATE_FILE
-        if not path.exists():
+        facts = read_facts(folder / STATE_FILE)
+        if facts is None:
             return None
-        with safe_open(path, "pt") as saved:
-            # Copies: a tensor that stays mapped keeps Windows from replacing the file.
-            tensors = {name: saved.get_tensor(name).clone() for name in saved.keys()}  # noqa: SIM118 - it is no dict
-            facts = saved.metadata()
-        self.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("optimiser."):
-                _, index, field = name.split(".")
-                state.setdefault(int(index), {})[field] = tensor
-        self.optimiser.load_state_dict({"state": state, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        load_state(folder / STATE_FILE, self.model, self.optimiser)
         return Progress(int(facts["step"]), float(facts["seconds"]), int(facts["tokens_seen"]))
 
 
