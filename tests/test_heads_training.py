@@ -25,6 +25,7 @@ from dflash_mini_lab.training.frozen import Drafted, FrozenDrafter, matching_can
 from dflash_mini_lab.training.head_looks import judge_confidence
 from dflash_mini_lab.training.head_model import Heads, choice_loss, distilled_loss, prefix_survival, survival_loss
 from dflash_mini_lab.training.heads import TRAINED_FILES, HeadRecipe, HeadTrainer, add_heads, jump_offsets, train_heads
+from dflash_mini_lab.training.loop import Progress, resume
 from dflash_mini_lab.training.losses import UNTRAINED
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.recipe import Recipe, drafter_config
@@ -46,7 +47,7 @@ NEXT = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(8))
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_heads, "bfloat16_is_faster", lambda: False)
+    monkeypatch.setattr(training_heads, "bfloat16_is_faster", lambda device: False)
 
 
 def config() -> DrafterConfig:
@@ -252,7 +253,7 @@ def test_jump_offsets_are_every_second_slot() -> None:
 def test_every_head_learns_a_text_in_which_each_token_decides_the_next(tmp_path: Path) -> None:
     some, learner = sequences(tmp_path), trainer()
     before = {name: tensor.clone() for name, tensor in learner.exact.model.state_dict().items()}
-    progress = training_heads._Progress()
+    progress = Progress()
     first = learner.look(progress, {}, some)
     losses = [learner.step(blocks_of(some[step % 7 * 5 :][:6], seed=step), 1.0) for step in range(150)]
     last = learner.look(progress, {}, some)
@@ -281,7 +282,7 @@ def train(folder: Path, seconds: float, tensors: dict[str, Tensor] | None = None
 def test_an_interrupted_training_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, done = HeadTrainer.step, []
 
-    def third_time_interrupted(self: HeadTrainer, blocks: Blocks, rate_share: float) -> dict[str, float]:
+    def third_time_interrupted(self: HeadTrainer, blocks: Blocks, rate_share: float) -> dict[str, Tensor]:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(step(self, blocks, rate_share))
@@ -292,12 +293,12 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path: Path, monkeypatc
         train(tmp_path, 600.0)
     monkeypatch.setattr(HeadTrainer, "step", step)
     learner = trainer()
-    untrained = {name: tensor.clone() for name, tensor in learner.heads.state_dict().items()}
-    progress = learner.resume(tmp_path)
+    untrained = {name: tensor.clone() for name, tensor in learner.module.state_dict().items()}
+    progress = resume(learner, tmp_path)
     assert progress is not None
     assert progress.step == 2
     assert progress.seconds > 0
-    assert not torch.equal(learner.heads.state_dict()["pair.next"], untrained["pair.next"])
+    assert not torch.equal(learner.module.state_dict()["pair.next"], untrained["pair.next"])
     assert {int(state["step"]) for state in learner.optimiser.state_dict()["state"].values()} == {2}
     trained = train(tmp_path, progress.seconds + 1e-6)
     assert trained.look["step"] == 3, "the time that is left is enough for one step"
@@ -315,7 +316,7 @@ def test_heads_of_another_drafter_are_trained_anew(tmp_path: Path) -> None:
 
 
 def test_answers_too_short_to_cut_blocks_from_are_refused(tmp_path: Path) -> None:
-    some = [replace(sequence, tokens=sequence.tokens[: PROMPT + 1]) for sequence in sequences(tmp_path)]
+    some = [replace(sequence, length=PROMPT + 1) for sequence in sequences(tmp_path)]
     with pytest.raises(UserError, match="No answer is long enough"):
         train_heads(config(), TINY, checkpoint(), target_tensors(), some, [], 0.0, tmp_path, SMALL)
 
@@ -352,7 +353,7 @@ def test_what_training_sees_is_what_a_method_sees(tmp_path: Path) -> None:
     some, learner = sequences(tmp_path / "answers"), trainer()
     for step in range(3):
         learner.step(blocks_of(some[:6], seed=step), 1.0)
-    learner.heads.load_state_dict(learner.tensors())  # the rounding of the file
+    learner.module.load_state_dict(learner.tensors())  # the rounding of the file
     folder = tmp_path / "drafter"
     save_checkpoint(folder, config(), checkpoint())
     parareal, gap = learner.fit(some, [])
@@ -360,7 +361,7 @@ def test_what_training_sees_is_what_a_method_sees(tmp_path: Path) -> None:
     heads, tables = load_heads(folder, config()), target_tensors()
     drafter = BlockDrafter(config(), checkpoint(), tables["embedding"], tables["head"], 64, measure=False, heads=heads)
     blocks, sequence = blocks_of(some[:1], anchors=3), some[0]
-    seen, h = learner.exact.draft(blocks, 6), learner.heads
+    seen, h = learner.exact.draft(blocks, 6), learner.module
     samples = collect_samples(learner.exact, some[:1], 3, 6, torch.Generator().manual_seed(0))
     for block, anchor in enumerate(blocks.anchors[0].tolist()):
         session = drafter.start(FixedSession(blocks.features[0, :anchor].float()), 64, ("jump",))  # type: ignore[arg-type]
@@ -386,7 +387,7 @@ def test_what_training_sees_is_what_a_method_sees(tmp_path: Path) -> None:
 
 
 def test_a_bfloat16_pass_trains_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_heads, "bfloat16_is_faster", lambda: True)
+    monkeypatch.setattr(training_heads, "bfloat16_is_faster", lambda device: True)
     trained = train(tmp_path, 1e-6)
     assert all(torch.isfinite(tensor).all() for tensor in trained.tensors.values())
     assert trained.look["held_out_anchors"] > 0

@@ -15,13 +15,14 @@ from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.training import train
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks, target_to_draft
+from dflash_mini_lab.training.loop import learning_rate_share
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, teacher_cross_entropy
 from dflash_mini_lab.training.prepare import refuse_other_work
 from dflash_mini_lab.training.prompts import hold_out, training_texts
 from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, spread_taps
-from dflash_mini_lab.training.shards import Sequence, read_features, read_sequences, write_shard
+from dflash_mini_lab.training.shards import Sequence, have_features, read_features, read_sequences, write_shard
 from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
-from dflash_mini_lab.training.train import learning_rate_share, train_drafter
+from dflash_mini_lab.training.train import train_drafter
 from dflash_mini_lab.types import UserError
 
 TINY = Recipe(block_size=4, layers=1, tap_layers=TAPS, draft_vocabulary=40, sequences=4, anchors=6, minutes=1.0)
@@ -56,10 +57,11 @@ def test_features_on_disk_are_those_of_a_fresh_pass(tmp_path: Path) -> None:
     write_shard(tmp_path / "0.safetensors", continue_batch(decoder, prompts, 9, (), TAPS))
     sequences = read_sequences(tmp_path)
     assert len(sequences) == 4
+    assert have_features(tmp_path)
     for sequence in sequences:
         hidden = tiny_model("lfm2")(sequence.tokens[None, :-1], output_hidden_states=True).hidden_states
         expected = torch.cat([hidden[tap + 1][0] for tap in TAPS], dim=-1)
-        torch.testing.assert_close(read_features(sequence).double(), expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(read_features([sequence])[0].double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_batches_hold_prompts_of_one_length_and_small_buckets_are_left_out() -> None:
@@ -219,9 +221,9 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
 def test_a_log_has_no_nan_and_both_number_formats_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
 ) -> None:
-    monkeypatch.setattr(train, "bfloat16_is_faster", lambda: faster)
-    monkeypatch.setattr(train, "LOOK_EVERY_S", 0.0)  # a look after every step, and steps after a look
-    train_drafter(**training_arguments(tmp_path), real_loop=lambda config, tensors: float("nan"))
+    monkeypatch.setattr(train, "bfloat16_is_faster", lambda device: faster)
+    arguments = training_arguments(tmp_path) | {"recipe": replace(TINY, look_every_s=0.0)}  # a look after every step
+    train_drafter(**arguments, real_loop=lambda config, tensors: float("nan"))
     lines = (tmp_path / train.LOG_FILE).read_text().splitlines()
     looks = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert len(looks) > 1

@@ -48,7 +48,7 @@ environment:
 exit status: 0 well; 2 usage or environment; 3 the output was not proved unchanged; 130 interrupted"""
 
 
-ON_A_CPU_ONLY = (f"--target {TINY_TARGET} ", "--prepare")
+ON_A_CPU_ONLY = (f"--target {TINY_TARGET} ",)
 """Examples that `run_gpu.py` would refuse."""
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)

@@ -139,11 +139,14 @@ def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
     return screened
 
 
-def bfloat16_is_faster(rows: int = 256, features: int = 768) -> bool:
-    """Whether a product of many rows runs faster in bfloat16 than in float32 here; on many processors it is far slower.
+def bfloat16_is_faster(device: torch.device | str = "cpu", rows: int = 256, features: int = 768) -> bool:
+    """Whether a product of many rows runs faster in bfloat16 than in float32 there; on many processors it is far slower.
 
-    The two take turns, and the best of each counts: what else the machine does must not decide hours of training.
+    On CUDA it is wherever the GPU has it. On a CPU the two take turns, and the best of each counts: what else the machine does
+    must not decide hours of training.
     """
+    if torch.device(device).type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     best = {torch.bfloat16: float("inf"), torch.float32: float("inf")}
     for _ in range(12):
         for dtype in best:

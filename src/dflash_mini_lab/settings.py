@@ -199,7 +199,7 @@ OPTIONS = (
         "DFLASH_TARGET",
         "NAME|FOLDER|HUB-ID",
     ),
-    Option("--dtype", "number format of the weights: " + ", ".join(DTYPES), MODEL, one_of(*DTYPES), metavar="TYPE"),
+    Option("--dtype", "number format of a benchmark's weights: " + ", ".join(DTYPES), MODEL, one_of(*DTYPES), metavar="TYPE"),
     Option("--smoke", "the smallest real run: 1 prompt, 16 tokens, 1 repeat", STUDY),
     Option("--tokens", "new tokens per answer", STUDY, whole(1, 100_000), "CPU_TOKENS", "N"),
     Option("--repeats", "how often each prompt is answered by each method", STUDY, whole(1, 1000), "CPU_REPEATS", "N"),
@@ -241,7 +241,7 @@ OPTIONS = (
     Option("--ablate", "run without what makes it fast: " + ", ".join(ABLATIONS), STUDY, ablations, "CPU_ABLATE", "LIST"),
     Option("--seed", "seed of the schedule and of every random choice", STUDY, whole(0, 2**31 - 1), metavar="N"),
     Option("--resume", "continue the interrupted run in the output folder", STUDY),
-    Option("--prepare", "train a drafter and its heads for the target (on a CPU), instead of a benchmark", ARTIFACTS),
+    Option("--prepare", "train a drafter and its heads for the target, instead of a benchmark", ARTIFACTS),
     Option(
         "--prepare-minutes",
         "how long to prepare, answers and heads included (default: the target's recipe)",
@@ -315,6 +315,8 @@ def resolve(given: Mapping[str, str | bool | None], environ: Mapping[str, str], 
     }
     smoke = SMOKE if from_flags.get("smoke") else {}
     asked = {**from_variables, **smoke, **from_flags}
+    if asked.get("prepare") and "dtype" in from_flags:
+        raise ValueError("--dtype is a benchmark's: --prepare takes bfloat16 where that is faster, else float32; leave it out.")
     settings = Settings(**{**runner.start, **OF_TARGET.get(asked.get("target", DEFAULT_TARGET), {}), **asked})
     refuse_contradictions(settings)
     return replace(settings, cache=cache_folder(environ))
@@ -339,8 +341,6 @@ def convert(option: Option, text: str, name: str) -> Any:
 
 
 def refuse_contradictions(settings: Settings) -> None:
-    if settings.prepare and settings.device != "cpu":
-        raise ValueError("--prepare: drafters are trained on a CPU; python run_cpu.py --prepare does, and run_gpu.py finds them.")
     if settings.target == TINY_TARGET and settings.device != "cpu":
         raise ValueError(f"--target {TINY_TARGET}: it runs on NumPy alone; python run_cpu.py --target {TINY_TARGET} measures it.")
     if STOCK_LINEAR in settings.ablate and settings.device != "cpu":

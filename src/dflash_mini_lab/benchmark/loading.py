@@ -40,11 +40,6 @@ def load_model(settings: Settings, say: Say) -> Model:
     folder = None
     if settings.methods != ("00",):
         folder = artifacts.locate(settings, entry.name, say)
-        if folder is None and settings.device != "cpu":
-            raise UserError(
-                f"There is no drafter for {entry.name} yet, and drafters are trained on a CPU: run "
-                f"python run_cpu.py --target {settings.target} --prepare first, or --methods 00 to measure without one."
-            )
         if folder is None:
             say(f"There is no drafter for {entry.name} yet: training one first (--prepare-minutes N limits it).")
             from dflash_mini_lab.training.prepare import prepare

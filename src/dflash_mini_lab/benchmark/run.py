@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse
 from dflash_mini_lab.report import write_report
 from dflash_mini_lab.report.terminal import print_summary
 from dflash_mini_lab.settings import Settings
-from dflash_mini_lab.types import Clock, UserError
+from dflash_mini_lab.types import Clock
 
 BENCHMARK_FILE = "benchmark.json"
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -46,7 +46,12 @@ def run_benchmark(settings: Settings, argv: Sequence[str]) -> int:
     model = load_model(settings, say)
     settings = replace(settings, methods=choose_methods(settings.methods, model, say))
     energy, clock = find_energy(model.device), clock_for(model.device)
-    with nullcontext() if model.device == "cpu" else device_memory_to_user_error():
+    guarded: AbstractContextManager[None] = nullcontext()
+    if model.device != "cpu":
+        from dflash_mini_lab.measurement.gpu import full_memory_explained
+
+        guarded = full_memory_explained()
+    with guarded:
         return measure(settings, argv, model, prompts, calibration_prompts, clock, energy=energy)
 
 
@@ -113,19 +118,6 @@ def take_measurements(run: Run, benchmark: Benchmark) -> None:
         stages.run_cells(run, benchmark, engine, stock)
         stages.record_rounds(run, benchmark, engine)
     stages.judge_mismatches(run, benchmark, engine, references)
-
-
-@contextmanager
-def device_memory_to_user_error() -> Iterator[None]:
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            "the GPU's memory became full: end what else uses it, or take a smaller target, fewer tokens or a narrower --dtype; "
-            "--resume continues."
-        ) from error
 
 
 def exit_status(benchmark: Benchmark) -> int:

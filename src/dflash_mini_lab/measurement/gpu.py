@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -158,6 +159,18 @@ def require_memory(name: str, parameters: int, dtype: str) -> None:
     free, _ = torch.cuda.mem_get_info()
     if reason := memory_refusal(name, needed_bytes(parameters, dtype), free):
         raise UserError(reason)
+
+
+@contextmanager
+def full_memory_explained() -> Iterator[None]:
+    """Turns PyTorch's own error into a UserError: one sentence instead of a traceback."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "the GPU's memory became full: end what else uses it, or take a smaller target, fewer tokens or a narrower --dtype; "
+            "--resume continues a benchmark, the same command goes on with --prepare."
+        ) from error
 
 
 def checked_product(

@@ -79,15 +79,23 @@ class LoadedTarget:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a user's prompt, inside the chat template where the target has one. Raises UserError if empty."""
-        if not text.strip():
+        return self.encode_prompts([text])[0]
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_prompt` of each; the tokenizer takes many at once several times faster."""
+        if not all(text.strip() for text in texts):
             raise UserError("A prompt is empty: there is nothing to continue.")
         if self.prompt_format == "chat":
-            turns = [{"role": "user", "content": text}]
-            try:
-                return list(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
-            except TemplateError as error:
-                raise UserError(f"{self.where}: its chat template refuses a user's turn ({error}).") from error
-        return list(self.tokenizer(text)["input_ids"])
+            texts = [self._in_template(text) for text in texts]
+        special = self.prompt_format != "chat"  # a template writes its own
+        return self.tokenizer(list(texts), add_special_tokens=special)["input_ids"] if texts else []
+
+    def _in_template(self, text: str) -> str:
+        turns = [{"role": "user", "content": text}]
+        try:
+            return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise UserError(f"{self.where}: its chat template refuses a user's turn ({error}).") from error
 
     def decode_text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)

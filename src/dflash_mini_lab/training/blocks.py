@@ -1,7 +1,6 @@
 """Training batches: random anchors in the answers, their block inputs, and the labels of every slot."""
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig
 from dflash_mini_lab.training.losses import UNTRAINED
-from dflash_mini_lab.training.shards import Sequence, read_features, read_likely
+from dflash_mini_lab.training.shards import Sequence
 
 
 @dataclass(frozen=True)
@@ -27,26 +26,28 @@ class Blocks:
 
 
 def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generator: torch.Generator) -> Blocks:
-    """`anchors` random blocks from each sequence. An anchor is an answer token that has a successor."""
-    read = [read_features(sequence) for sequence in sequences]
-    longest = max(len(rows) for rows in read)
-    features = torch.zeros(len(read), longest, read[0].shape[1], dtype=read[0].dtype)
-    places, ids, labels, likely_ids, likely = [], [], [], [], []
-    for index, (sequence, rows) in enumerate(zip(sequences, read, strict=True)):
-        features[index, : len(rows)] = rows
-        last = len(sequence.tokens) - 2
-        place = torch.randint(min(sequence.prompt_length, last), last + 1, (anchors,), generator=generator)
-        slots = place[:, None] + torch.arange(1, block_size)
-        inside = slots < len(sequence.tokens)
-        label = sequence.tokens[slots.clamp(max=len(sequence.tokens) - 1)]
-        places.append(place)
-        ids.append(sequence.tokens[place])
-        labels.append(torch.where(inside, label, UNTRAINED))
-        candidates, probabilities = read_likely(sequence)
-        row = (slots - sequence.prompt_length).clamp(0, sequence.answer_tokens - 1)
-        likely_ids.append(candidates[row])
-        likely.append(probabilities[row])
-    return Blocks(features, *map(torch.stack, (places, ids, labels, likely_ids, likely)))
+    """`anchors` random blocks from each sequence, all of one corpus, on its device. An anchor is an answer token that has a
+    successor. The places come from the host's `generator`, so that they are the same on every device."""
+    corpus = sequences[0].corpus
+    device = corpus.tokens.device
+    places = []
+    for sequence in sequences:
+        last = sequence.length - 2
+        places.append(torch.randint(min(sequence.prompt_length, last), last + 1, (anchors,), generator=generator))
+    place = torch.stack(places).to(device)
+    where = [(s.first_token, s.length, s.prompt_length, s.first_answer) for s in sequences]
+    first, length, prompt, answer = torch.tensor(where, device=device).T[..., None, None]
+    slots = place[..., None] + torch.arange(1, block_size, device=device)
+    labels = corpus.tokens[first + slots.minimum(length - 1)]
+    row = answer + (slots - prompt).clamp(min=0).minimum(length - prompt - 1)
+    return Blocks(
+        features=corpus.features(sequences),
+        anchors=place,
+        anchor_ids=corpus.tokens[first[..., 0] + place],
+        labels=torch.where(slots < length, labels, UNTRAINED),
+        likely_ids=corpus.likely_ids[row].long(),
+        likely=corpus.likely[row].float(),
+    )
 
 
 def block_embeddings(blocks: Blocks, embedding: Tensor, config: DrafterConfig) -> Tensor:
@@ -62,19 +63,15 @@ def draft_labels(blocks: Blocks, to_draft: Tensor) -> Tensor:
 
 
 def choose_draft_vocabulary(sequences: Iterable[Sequence], size: int, vocabulary: int) -> Tensor:
-    """The `size` most frequent answer tokens, ascending (`draft_to_target`). Fewer seen: filled up with the lowest unseen ids."""
-    counts: Counter[int] = Counter()
-    for sequence in sequences:
-        counts.update(sequence.tokens[sequence.prompt_length :].tolist())
-    size = min(size, vocabulary)
-    chosen = [token for token, _ in counts.most_common(size)]
-    seen = set(chosen)
-    chosen += [token for token in range(vocabulary) if token not in seen][: size - len(chosen)]
-    return torch.tensor(sorted(chosen))
+    """The `size` most frequent answer tokens, ascending (`draft_to_target`); of equally frequent ones, or of unseen ones where
+    too few were seen, the lowest."""
+    answers = torch.cat([sequence.tokens[sequence.prompt_length :] for sequence in sequences])
+    counts = torch.bincount(answers, minlength=vocabulary)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def target_to_draft(draft_to_target: Tensor, vocabulary: int) -> Tensor:
     """`[vocabulary]`: row of each target id in the draft vocabulary, UNTRAINED where it has none."""
-    rows = torch.full((vocabulary,), UNTRAINED)
-    rows[draft_to_target] = torch.arange(len(draft_to_target))
+    rows = torch.full((vocabulary,), UNTRAINED, device=draft_to_target.device)
+    rows[draft_to_target] = torch.arange(len(draft_to_target), device=draft_to_target.device)
     return rows

@@ -65,19 +65,19 @@ def matching_candidate(ids: Tensor, labels: Tensor) -> Tensor:
 class FrozenDrafter:
     """`checkpoint`: the drafter's tensors as on disk (float16), `target`: `embedding`, `head [vocabulary, hidden]`.
 
-    `dtype` bfloat16 runs the pass under autocast. Nothing here has a gradient.
+    `dtype` bfloat16 runs the pass under autocast. All is where the target's tensors are. Nothing here has a gradient.
     """
 
     def __init__(
         self, config: DrafterConfig, checkpoint: dict[str, Tensor], target: dict[str, Tensor], dtype: torch.dtype
     ) -> None:
         self.config, self.dtype = config, dtype
-        d2t = checkpoint.get(DRAFT_TO_TARGET)
-        self.draft_to_target = torch.arange(config.vocabulary) if d2t is None else d2t.long()
+        d2t, self.device = checkpoint.get(DRAFT_TO_TARGET), target["embedding"].device
+        self.draft_to_target = (torch.arange(config.vocabulary) if d2t is None else d2t.long()).to(self.device)
         self.to_draft = target_to_draft(self.draft_to_target, config.vocabulary)
         self.model = TrainableDrafter(config)
         self.model.load_state_dict({name: tensor.float() for name, tensor in checkpoint.items() if name != DRAFT_TO_TARGET})
-        self.model.requires_grad_(False).eval()
+        self.model.requires_grad_(False).eval().to(self.device)
         self.embedding = target["embedding"].detach()
         self.head_weight = target["head"].detach()[self.draft_to_target].to(dtype).contiguous()
 
@@ -86,7 +86,7 @@ class FrozenDrafter:
         """One pass over `blocks`, of which none has its anchor at position 0 (there is no context row before it)."""
         features = blocks.features.to(self.dtype)
         newest = (blocks.anchors - 1)[..., None].expand(-1, -1, features.shape[-1])
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             hidden = self.model(features, block_embeddings(blocks, self.embedding, self.config), blocks.anchors).float()
             context = self.model.hidden_norm(self.model.fc(features.gather(1, newest)).float()).float()
         logits = self.head(hidden)

@@ -1,20 +1,19 @@
 """Training of the extra heads beside a frozen drafter: all at once on the same drafted blocks, each by its own loss.
 
 The losses share no parameter, so training together costs one drafter pass a step and changes nothing. Then the ridge fits of
-methods 12 and 14. The time given is kept across interruptions, as in train.py.
+methods 12 and 14. The time given is kept across interruptions (loop.py).
 """
 from __future__ import annotations
 
 import hashlib
 import json
-import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from dflash_mini_lab import artifacts
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig, load_checkpoint, save_tensors
@@ -25,17 +24,15 @@ from dflash_mini_lab.training.blocks import Blocks, cut_blocks
 from dflash_mini_lab.training.frozen import FrozenDrafter
 from dflash_mini_lab.training.head_looks import look_at
 from dflash_mini_lab.training.head_model import Heads
+from dflash_mini_lab.training.loop import Progress, train_for
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.ridge import Samples, collect_samples, fit_parareal, fit_simple_parareal
 from dflash_mini_lab.training.shards import Sequence
-from dflash_mini_lab.training.state import load_state, read_facts, save_state
-from dflash_mini_lab.training.train import learning_rate_share
 from dflash_mini_lab.types import UserError
 
 HEADS_LOG_FILE, HEADS_STATE_FILE = "heads-log.jsonl", "heads-state.safetensors"
 TRAINED_FILES = (*HEAD_FILES, HEADS_LOG_FILE)
 """What training heads adds to an artifact folder; names for a manifest's `only`."""
-LOOK_EVERY_S = 120.0
 HELD_OUT_SEQUENCES, HELD_OUT_ANCHORS, GROUP = 160, 12, 8
 TABLES = ("pair.previous", "pair.next", "fused.token", "markov.previous", "markov.next")
 
@@ -95,7 +92,7 @@ def train_heads(
         raise UserError("No answer is long enough to train heads on: each needs two tokens.")
     torch.manual_seed(recipe.seed)
     trainer = HeadTrainer(config, recipe, settings, checkpoint, target_tensors)
-    look = _run(trainer, training, held_out, seconds, folder)
+    look = train_for(seconds, trainer, training, held_out, folder)
     parareal, gap = trainer.fit(training, held_out)
     return TrainedHeads(trainer.tensors(), parareal, gap, look)
 
@@ -141,60 +138,11 @@ def jump_offsets(slots: int) -> tuple[int, ...]:
     return tuple(range(2, slots + 1, 2)) or (1,)
 
 
-@dataclass
-class _Progress:
-    step: int = 0
-    seconds: float = 0.0
-
-
-def _run(
-    trainer: HeadTrainer, training: list[Sequence], held_out: list[Sequence], seconds: float, folder: Path
-) -> dict[str, Any]:
-    """The loop; returns the last look."""
-    recipe, block_size = trainer.recipe, trainer.config.block_size
-    progress = trainer.resume(folder)
-    if progress is None:
-        progress = _Progress()
-        (folder / HEADS_LOG_FILE).unlink(missing_ok=True)
-    generator = torch.Generator().manual_seed(recipe.seed + progress.step)
-    order: list[int] = []
-    look: dict[str, Any] = {}
-    losses: dict[str, float] = {}
-    next_look = progress.seconds + LOOK_EVERY_S
-    bar = tqdm(total=round(seconds), initial=min(round(progress.seconds), round(seconds)), unit="s", disable=None, desc="heads")
-    began = time.monotonic() - progress.seconds
-    try:
-        while progress.seconds < seconds:
-            if not order:
-                order = torch.randperm(len(training), generator=generator).tolist()
-            group = [training[order.pop()] for _ in range(min(recipe.sequences, len(order)))]
-            blocks = cut_blocks(group, recipe.anchors, block_size, generator)
-            losses = trainer.step(blocks, learning_rate_share(progress.seconds / seconds, recipe))
-            progress.step += 1
-            progress.seconds = time.monotonic() - began
-            bar.n = min(round(progress.seconds), bar.total)
-            bar.set_postfix({name: f"{loss:.2f}" for name, loss in losses.items()}, refresh=False)
-            bar.refresh()
-            if progress.seconds >= next_look or progress.seconds >= seconds:
-                look = trainer.look(progress, losses, held_out)
-                trainer.save(folder, progress)
-                with (folder / HEADS_LOG_FILE).open("a", encoding="utf-8") as log:
-                    log.write(json.dumps(look, allow_nan=False) + "\n")
-                if bar.disable:  # no terminal: a line for the log instead
-                    print(f"heads {progress.seconds:.0f} of {seconds:.0f} s: {json.dumps(look)}", flush=True)
-                next_look = progress.seconds + LOOK_EVERY_S
-                began = time.monotonic() - progress.seconds
-    except KeyboardInterrupt:
-        trainer.save(folder, progress)
-        raise
-    finally:
-        bar.close()
-    return look or trainer.look(progress, losses, held_out)
-
-
 class HeadTrainer:
-    """Heads in float32 and their optimiser. The frozen pass of a step is in bfloat16 where that is faster; what is measured or
-    fitted comes from a float32 one, as at run time."""
+    """Heads in float32 and their optimiser (see loop.Trainer). The frozen pass of a step is in bfloat16 where that is faster;
+    what is measured or fitted comes from a float32 one, as at run time."""
+
+    name, state_file, log_file = "heads", HEADS_STATE_FILE, HEADS_LOG_FILE
 
     def __init__(
         self,
@@ -206,10 +154,12 @@ class HeadTrainer:
     ) -> None:
         self.config, self.recipe, self.settings = config, recipe, settings
         self.exact = FrozenDrafter(config, checkpoint, target, torch.float32)
-        self.fast = FrozenDrafter(config, checkpoint, target, torch.bfloat16) if bfloat16_is_faster() else self.exact
+        faster = bfloat16_is_faster(self.exact.device)
+        self.fast = FrozenDrafter(config, checkpoint, target, torch.bfloat16) if faster else self.exact
         offsets = settings.jump_offsets or jump_offsets(config.block_size - 1)
-        self.heads = Heads(self.exact, settings.rank, offsets, settings.jump_inner or config.hidden_size)
-        named = dict(self.heads.named_parameters())
+        with self.exact.device:
+            self.module = Heads(self.exact, settings.rank, offsets, settings.jump_inner or config.hidden_size)
+        named = dict(self.module.named_parameters())
         self.rates = (settings.table_rate, recipe.learning_rate)
         groups = [[named.pop(name) for name in TABLES], list(named.values())]
         self.optimiser = torch.optim.AdamW(
@@ -217,17 +167,17 @@ class HeadTrainer:
         )
         self.made_for = _digest(checkpoint, {"config": config.as_json(), "heads": asdict(settings)})
 
-    def step(self, blocks: Blocks, rate_share: float) -> dict[str, float]:
+    def step(self, blocks: Blocks, rate_share: float) -> dict[str, Tensor]:
         drafted = self.fast.draft(blocks, self.settings.candidates)
-        losses = self.heads.losses(drafted, self.fast, self.settings.kept)
+        losses = self.module.losses(drafted, self.fast, self.settings.kept)
         torch.stack(list(losses.values())).sum().backward()
         for group, rate in zip(self.optimiser.param_groups, self.rates, strict=True):
             group["lr"] = rate * rate_share
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return {name: loss.item() for name, loss in losses.items()}
+        return {name: loss.detach() for name, loss in losses.items()}
 
-    def look(self, progress: _Progress, losses: dict[str, float], held_out: list[Sequence]) -> dict[str, Any]:
+    def look(self, progress: Progress, losses: Mapping[str, float], held_out: list[Sequence]) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(5)
         usable = [s for s in held_out if s.answer_tokens > self.config.block_size][:HELD_OUT_SEQUENCES]
         parts = []
@@ -238,7 +188,7 @@ class HeadTrainer:
             "step": progress.step,
             "training_seconds": round(progress.seconds, 1),
             "losses": {name: round(loss, 4) for name, loss in losses.items()},
-            **look_at(self.heads, self.exact, parts),
+            **look_at(self.module, self.exact, parts),
         }
 
     def fit(self, training: list[Sequence], held_out: list[Sequence]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -255,23 +205,12 @@ class HeadTrainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """float16, and offsets as they are."""
-        state = {name: tensor.detach() for name, tensor in self.heads.state_dict().items()}
+        state = {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
         return {name: t.to(torch.float16) if t.is_floating_point() else t.clone() for name, t in state.items()}
-
-    def save(self, folder: Path, progress: _Progress) -> None:
-        save_state(folder / HEADS_STATE_FILE, self.heads, self.optimiser, {**vars(progress), "made_for": self.made_for})
-
-    def resume(self, folder: Path) -> _Progress | None:
-        """None: nothing was begun, or it was for another drafter or other settings, and is trained anew."""
-        facts = read_facts(folder / HEADS_STATE_FILE)
-        if facts is None or facts["made_for"] != self.made_for:
-            return None
-        load_state(folder / HEADS_STATE_FILE, self.heads, self.optimiser)
-        return _Progress(int(facts["step"]), float(facts["seconds"]))
 
 
 def _digest(tensors: dict[str, Tensor], facts: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -2,6 +2,8 @@
 
 1 prompts: the seeds, and user turns (chat) or texts (base) that the target samples itself; 2 answers: greedy, with features;
 3 the drafter; 4 artifacts: checkpoint, provenance, log, manifest; 5 heads beside the drafter, which stays as it is.
+One path for every device. On a GPU the recipe is larger and features are computed again in every step (features.py); work that
+was begun on one device goes on, on another.
 """
 from __future__ import annotations
 
@@ -25,24 +27,25 @@ from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.drafters.checkpoint import CONFIG_FILE, TENSOR_FILE, DrafterConfig, load_checkpoint, save_checkpoint
 from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.measurement.clock import HostClock
+from dflash_mini_lab.measurement.gpu import full_memory_explained
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.prompts import load_prompts, not_held_out
-from dflash_mini_lab.settings import Settings
+from dflash_mini_lab.settings import CPU, GPU, Settings
+from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.loading import LoadedTarget, load_target
 from dflash_mini_lab.targets.weights import fetch
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary
+from dflash_mini_lab.training.features import ComputedFeatures
 from dflash_mini_lab.training.heads import add_heads
 from dflash_mini_lab.training.prompts import hold_out, own_prompts, training_texts
-from dflash_mini_lab.training.recipe import DATA_SHARE, HEADS_SHARE, RECIPES, Recipe, choose_mask_token, drafter_config
-from dflash_mini_lab.training.shards import Sequence, read_sequences, write_shard
-from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
+from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, recipe_for
+from dflash_mini_lab.training.shards import Sequence, have_features, read_sequences, write_shard
+from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches, rows_that_fit
 from dflash_mini_lab.training.train import LOG_FILE, RealLoop, train_drafter
 from dflash_mini_lab.types import UserError
 
-OWN_PROMPTS_SHARE = 0.3
-"""Share of the data time that samples the target's own prompts."""
 REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 8, 48
 FEWEST_SEQUENCES = 16
 LONGEST_SEQUENCE = 1024
@@ -55,20 +58,23 @@ ANSWERS, HELD_OUT = "answers", "held-out"
 """Folders of shards."""
 
 
+@full_memory_explained()
 def prepare(settings: Settings) -> Path:
-    """Train a drafter for `settings.target`; returns the artifact folder. Interrupted, the same command goes on.
+    """Train a drafter for `settings.target` on `settings.device`; returns the artifact folder. Interrupted, the same command goes
+    on. The target speaks in bfloat16 where that is faster there, else in float32, whatever `settings.dtype` is.
 
     Raises UserError where the target cannot be read, has no lean decoder, or the time given was too short for any data.
     """
-    entry = resolve(settings.target)
-    recipe = replace(RECIPES.get(entry.name, Recipe()), seed=settings.seed)
+    entry, device = resolve(settings.target), settings.device
+    recipe = replace(recipe_for(entry.name, device), seed=settings.seed)
     if settings.prepare_minutes:
         recipe = replace(recipe, minutes=settings.prepare_minutes)
     say = print
     where = fetch(entry, settings.cache, say)
     if settings.cpu_threads:
         torch.set_num_threads(settings.cpu_threads)
-    loaded = load_target(entry.name, where, "bfloat16" if bfloat16_is_faster() else "float32", entry.prompt_format)
+    dtype = "bfloat16" if bfloat16_is_faster(device) else "float32"
+    loaded = load_target(entry.name, where, dtype, entry.prompt_format, device)
     if loaded.path_reason:
         raise UserError(
             f"{entry.name}: a drafter cannot be trained here yet: {loaded.path_reason}. What can be measured without one: "
@@ -82,11 +88,13 @@ def prepare(settings: Settings) -> Path:
     refuse_other_work(work, {"drafter": config.as_json(), "weights": weights})
     say(f"Preparing a drafter for {entry.name}: {recipe.minutes:g} minutes, kept in {work} (interrupt and go on as you like).")
     collect(loaded, config, recipe, work)
-    training, held_out = read_sequences(work / ANSWERS), read_sequences(work / HELD_OUT)
+    kept = device == "cpu" and have_features(work / ANSWERS) and have_features(work / HELD_OUT)
+    features = None if kept else ComputedFeatures(_decoder(loaded), config.taps)
+    training, held_out = (read_sequences(work / part, device, features) for part in (ANSWERS, HELD_OUT))
     if len(training) < FEWEST_SEQUENCES:
         raise UserError(f"Only {len(training)} answers in the time given: --prepare-minutes needs to be larger.")
     draft_to_target = choose_draft_vocabulary(training, recipe.draft_vocabulary, loaded.vocabulary)
-    real = load_target(entry.name, where, "float32", entry.prompt_format)
+    real = load_target(entry.name, where, "float32", entry.prompt_format, device)
     tensors = target_tensors(real.stock_model(), config)
     began = time.monotonic()
     earlier, start = _earlier_drafter(entry.name, config)
@@ -99,15 +107,18 @@ def prepare(settings: Settings) -> Path:
         draft_to_target,
         training,
         held_out,
-        recipe.minutes * 60 * (1 - DATA_SHARE - HEADS_SHARE),
+        recipe.minutes * 60 * (1 - recipe.data_share - recipe.heads_share),
         work,
-        real_loop(real, tensors, held_out),
+        real_loop(real, config, tensors, held_out),
         start,
     )
     folder = settings.artifact_dir or artifacts.prepared_folder(settings.cache, entry.name)
     provenance = {
-        "made_with": "python run_cpu.py --prepare",
+        "made_with": f"python {(CPU if device == 'cpu' else GPU).script} --prepare",
         "recipe": asdict(recipe),
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
+        "dtype": dtype,
+        "torch": torch.__version__,
         "target_weights": weights,
         "started_from": artifacts.sha256(earlier) if start else "the target's own last layers",
         "sequences": len(training),
@@ -117,7 +128,7 @@ def prepare(settings: Settings) -> Path:
         "last_look": look,
     }
     write_artifacts(folder, entry.name, config, checkpoint, provenance, work / LOG_FILE)
-    add_heads(folder, training, held_out, tensors, recipe, recipe.minutes * 60 * HEADS_SHARE, work)
+    add_heads(folder, training, held_out, tensors, recipe, recipe.minutes * 60 * recipe.heads_share, work)
     reached = [look[name] or "not measured, too few answers" for name in ("held_out_tau", "real_loop_tau")]
     say(f"Held-out acceptance length τ {reached[0]}, in the real loop {reached[1]}. Artifacts: {folder}")
     return folder
@@ -147,34 +158,35 @@ def refuse_other_work(work: Path, made_for: dict[str, Any]) -> None:
 
 def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: Path) -> None:
     """Fill `work/answers` until the data's share of the time is used up; earlier sessions' time counts."""
-    seconds = recipe.minutes * 60 * DATA_SHARE
+    seconds = recipe.minutes * 60 * recipe.data_share
     spent = _read_state(work)
     if spent >= seconds:
         return
     longest = min(LONGEST_SEQUENCE, loaded.config.max_position_embeddings) - recipe.answer_tokens
     if longest < 1:
         raise UserError(f"{loaded.where}: a context of {loaded.config.max_position_embeddings} tokens is too short to train on.")
-    decoder = build_lean_decoder(loaded.stock_model(), capacity=LONGEST_SEQUENCE, consume=True)
-    loaded.release_stock()
+    decoder = _decoder(loaded)
     began = time.monotonic() - spent
-    own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
+    own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * recipe.own_prompts_share)
     measured = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
 
     def encoded(texts: Iterable[str]) -> dict[str, list[int]]:
-        pairs = ((text, list(loaded.encode_prompt(text))) for text in dict.fromkeys(not_held_out(list(texts), measured)))
-        return {text: ids for text, ids in pairs if 0 < len(ids) <= longest}
+        wanted = list(dict.fromkeys(not_held_out(list(texts), measured)))
+        return {text: ids for text, ids in zip(wanted, loaded.encode_prompts(wanted), strict=True) if 0 < len(ids) <= longest}
 
     prompts = encoded(own)
     held_out = {text: prompts.pop(text) for text in hold_out(prompts, recipe.held_out_prompts)}
     prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", TRAIN_SEEDS, recipe.seed))
-    answers = [(ANSWERS, batch) for batch in equal_length_batches(list(prompts.values()), recipe.teacher_batch, recipe.seed)]
-    judges = [(HELD_OUT, batch) for batch in equal_length_batches(list(held_out.values()), recipe.teacher_batch, recipe.seed, 1)]
+    rows = _batch(decoder, recipe, max(map(len, (*prompts.values(), *held_out.values())), default=1))
+    answers = [(ANSWERS, batch) for batch in equal_length_batches(list(prompts.values()), rows, recipe.seed)]
+    judges = [(HELD_OUT, batch) for batch in equal_length_batches(list(held_out.values()), rows, recipe.seed, 1)]
     batches = [batch for pair in zip_longest(answers, judges) for batch in pair if batch]  # both, however little time there is
+    taps = config.taps if loaded.device == "cpu" else ()
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", disable=None, desc="answers")
     for index, (folder, batch) in enumerate(batches):
         path = work / folder / f"{index:05d}.safetensors"
         if not path.exists():
-            write_shard(path, continue_batch(decoder, batch, recipe.answer_tokens, sorted(loaded.stop_ids), config.taps))
+            write_shard(path, continue_batch(decoder, batch, recipe.answer_tokens, sorted(loaded.stop_ids), taps))
             spent = time.monotonic() - began
             _write_state(work, spent)
             bar.n = min(round(spent), bar.total)
@@ -185,11 +197,25 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     _write_state(work, seconds)
 
 
+def _decoder(loaded: LoadedTarget) -> LeanDecoder:
+    decoder = build_lean_decoder(loaded.stock_model(), capacity=LONGEST_SEQUENCE, consume=True)
+    loaded.release_stock()
+    return decoder
+
+
+def _batch(decoder: LeanDecoder, recipe: Recipe, longest_prompt: int) -> int:
+    """Prompts that are answered together: the recipe's, as far as a GPU's memory takes them."""
+    if not decoder.embedding.is_cuda:
+        return recipe.teacher_batch
+    free, _ = torch.cuda.mem_get_info()
+    return min(recipe.teacher_batch, rows_that_fit(decoder, longest_prompt + recipe.answer_tokens, free))
+
+
 def _own_texts(decoder: Any, loaded: LoadedTarget, recipe: Recipe, path: Path, until: float) -> list[str]:
     """The target's own prompts, sampled until `until` (monotonic seconds) in the first session, read back in later ones."""
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
-    texts = own_prompts(decoder, loaded, recipe, until)
+    texts = own_prompts(decoder, loaded, recipe, until, _batch(decoder, recipe, recipe.own_prompt_tokens))
     path.write_text(json.dumps(texts, ensure_ascii=False, indent=0), encoding="utf-8")
     return texts
 
@@ -221,9 +247,12 @@ def target_tensors(model: Any, config: DrafterConfig) -> dict[str, Tensor]:
     return {name: tensor.detach().float() for name, tensor in tensors.items()}
 
 
-def real_loop(loaded: LoadedTarget, tensors: dict[str, Tensor], held_out: list[Sequence]) -> RealLoop:
+def real_loop(
+    loaded: LoadedTarget, config: DrafterConfig, tensors: dict[str, Tensor], held_out: list[Sequence]
+) -> RealLoop:
     """τ (request macro) of method 01 in the decode loop on held-out prompts: training accuracy is not acceptance."""
     target = loaded.build(capacity=LONGEST_SEQUENCE, measure=False)
+    target.prepare_steps((config.block_size,), config.taps)
     method, clock = by_key("01"), HostClock()
     spread = held_out[:: max(1, len(held_out) // REAL_LOOP_PROMPTS)][:REAL_LOOP_PROMPTS]
     prompts = [sequence.tokens[: sequence.prompt_length].tolist() for sequence in spread]

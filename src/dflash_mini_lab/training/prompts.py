@@ -30,8 +30,8 @@ PLACE = "\u241f"
 """Stands for the user's words while the template is cut open; a character that no template contains."""
 
 
-def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, until: float) -> list[str]:
-    """Texts sampled at temperature 1 until `until` (monotonic seconds), without duplicates, sorted.
+def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, until: float, rows: int) -> list[str]:
+    """Texts sampled at temperature 1, `rows` at a time, until `until` (monotonic seconds), without duplicates, sorted.
 
     Chat target: the template up to the start of the user turn, continued to the end-of-turn token; a turn still unfinished at
     `own_prompt_tokens` is cut after its last whole sentence. Base target: a random piece of text from the
@@ -39,14 +39,16 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
     """
     chat = loaded.prompt_format == "chat"
     opening = _user_turn_opening(loaded) if chat else _text_opening(loaded)
-    generator = torch.Generator().manual_seed(recipe.seed)
+    generator = torch.Generator(decoder.embedding.device).manual_seed(recipe.seed)
     stops = sorted(loaded.stop_ids)
     found: set[str] = set()
     began = time.monotonic()
     bar = tqdm(total=max(round(until - began), 1), unit="s", disable=None, desc="own prompts")
     while time.monotonic() < until:
-        batch = torch.tensor([opening] * recipe.teacher_batch)
-        for trajectory in continue_batch(decoder, batch, recipe.own_prompt_tokens, stops, temperature=1.0, generator=generator):
+        batch = torch.tensor([opening] * rows)
+        for trajectory in continue_batch(
+            decoder, batch, recipe.own_prompt_tokens, stops, candidates=0, temperature=1.0, generator=generator
+        ):
             text = loaded.decode_text(trajectory.tokens[len(opening) :]).strip()
             if chat and trajectory.tokens[-1] not in loaded.stop_ids:
                 text = _whole_sentences(text)

@@ -1,14 +1,11 @@
 """What is trained and how long: one frozen recipe, scaled to a target. Figures and failures behind it: docs/lab-log.md."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig
 from dflash_mini_lab.types import UserError
-
-DATA_SHARE, HEADS_SHARE = 0.4, 0.1
-"""Shares of the preparation time that go into teacher data and into the heads; the rest trains the drafter."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +30,35 @@ class Recipe:
     final_rate: float = 0.03
     held_out_prompts: int = 192
     minutes: float = 60.0
+    data_share: float = 0.4
+    heads_share: float = 0.1
+    """Shares of the time that go into teacher data and into the heads; the rest trains the drafter."""
+    own_prompts_share: float = 0.3
+    """Share of the data's time that samples the target's own prompts."""
+    look_every_s: float = 300.0
     seed: int = 7
 
 
 RECIPES = {"smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0, learning_rate=1e-3)}
 """Targets whose recipe differs from the default."""
+ON_CUDA: dict[str, Any] = {
+    "teacher_batch": 2048,
+    "sequences": 64,
+    "anchors": 64,
+    "minutes": 12.0,
+    "data_share": 0.3,
+    "own_prompts_share": 0.15,
+    "look_every_s": 60.0,
+}
+"""What a GPU changes in any recipe; an estimate, not yet tried on one. Batches must be large to keep it busy. An anchor costs
+about a hundredth of its sequence's features, so half of an answer's tokens are anchors. An own prompt is sampled in less time
+than it takes to answer it, alone and in two requests about it."""
+
+
+def recipe_for(target: str, device: str) -> Recipe:
+    """The recipe of a target by its catalogue name, for the device that it is prepared on."""
+    recipe = RECIPES.get(target, Recipe())
+    return replace(recipe, **ON_CUDA) if device.startswith("cuda") else recipe
 
 
 def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_token_id: int, vocabulary: int) -> DrafterConfig:

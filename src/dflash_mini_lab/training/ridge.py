@@ -70,7 +70,7 @@ def _sample(embedding: Tensor, sequence: Sequence, blocks: Blocks, drafted: Draf
     prefix = embedding[sequence.tokens].float().cumsum(0)[anchors] / (anchors[:, None] + 1)
     others = torch.stack([last, prefix], dim=-1)[:, None]
     similar = embedding[ids].float() @ others / embedding.shape[1] ** 0.5
-    return [t.numpy() for t in (drafted.scores[row].double(), fine.double(), known, similar.double(), inside)]
+    return [t.cpu().numpy() for t in (drafted.scores[row].double(), fine.double(), known, similar.double(), inside)]
 
 
 def fine_scores(ids: Tensor, likely_ids: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:

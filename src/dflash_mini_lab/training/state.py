@@ -1,4 +1,7 @@
-"""An interrupted training on disk: a module, its optimiser, and a few facts, in one safetensors file replaced whole."""
+"""An interrupted training on disk: a module, its optimiser, and a few facts, in one safetensors file replaced whole.
+
+What was saved on one device goes on, on any other.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,7 +21,7 @@ def save_state(path: Path, module: nn.Module, optimiser: torch.optim.Optimizer, 
     tensors = {MODULE + name: tensor for name, tensor in module.state_dict().items()}
     for index, state in optimiser.state_dict()["state"].items():
         tensors |= {f"{OPTIMISER}{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
-    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     with replacing(path) as part:
         save_tensors(copies, part, {name: str(value) for name, value in facts.items()})
 

@@ -1,8 +1,9 @@
-"""Teacher data: what the target itself says, with the tapped features it computed while saying it.
+"""Teacher data: what the target itself says, and what it computed while saying it: its likeliest tokens, tapped features.
 
 Prompts of one exact token length form a batch, so every sequence of a batch has the same position at every step: no padding,
 no masks, and the same lean decoder as in the benchmark. Finished sequences are dropped from the batch as it runs.
-Features are taken during generation; computing them again would cost as much as the generation itself.
+On a CPU features are taken during generation; computing them again would cost as much as the generation itself. On a GPU they
+would fill any disk, and computing them again costs little.
 """
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ SMALLEST_BATCH = 8
 """Length buckets with fewer prompts than this are skipped: they would run at a tenth of the rate."""
 COMPACT_BELOW = 0.85
 """Share of unfinished sequences under which the batch is compacted; each compaction copies the whole cache."""
-
-
 TEACHER_CANDIDATES = 16
 """Tokens kept of the target's distribution at each answer token: nearly all of its mass, at a thousandth of the size."""
+ACTIVATIONS, LOGITS = 24, 4
+"""Hidden states a token, and copies of the logits, that are alive at once in a pass."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One prompt and its answer. `features [tokens - 1, taps, hidden]`: the last token was never fed back.
+    """One prompt and its answer, on the host. `features [tokens - 1, taps, hidden]`: the last token was never fed back.
 
-    `likely_ids`, `likely [answer tokens, TEACHER_CANDIDATES]`: the tokens the target held likeliest where it chose each answer
-    token, best first, and their probabilities.
+    `likely_ids`, `likely [answer tokens, candidates]`: the tokens the target held likeliest where it chose each answer token,
+    best first, and their probabilities.
     """
 
     tokens: list[int]
@@ -48,30 +49,32 @@ def continue_batch(
     new_tokens: int,
     stop_ids: Sequence[int],
     taps: Sequence[int] = (),
+    candidates: int = TEACHER_CANDIDATES,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[Trajectory]:
     """Continue `prompts [batch, length]` until a stop token (kept as the last token) or `new_tokens`; greedy at temperature 0.
 
     What all prompts begin with (a chat template) is computed once. Yields each trajectory as it finishes, not in the order of
-    the prompts.
+    the prompts, with the features of `taps` and the `candidates` likeliest tokens. `generator`: of the decoder's device.
     """
+    device = decoder.embedding.device
+    prompts, stops = prompts.to(device), torch.tensor(list(stop_ids), device=device)
     batch, length = prompts.shape
     shared = min(int((prompts == prompts[0]).all(dim=0).cumprod(0).sum()), length - 1)
     cache = decoder.new_cache(length + new_tokens)
-    tokens = torch.zeros(batch, length + new_tokens, dtype=torch.long)
+    tokens = torch.zeros(batch, length + new_tokens, dtype=torch.long, device=device)
     tokens[:, :length] = prompts
-    features = torch.zeros(batch, length + new_tokens - 1, len(taps), decoder.hidden_size, dtype=decoder.dtype)
-    candidates = min(TEACHER_CANDIDATES, len(decoder.embedding))
-    likely_ids = torch.zeros(batch, new_tokens, candidates, dtype=torch.int32)
-    likely = torch.zeros(batch, new_tokens, candidates, dtype=torch.bfloat16)
-    stops = torch.tensor(list(stop_ids))
-    going = torch.ones(batch, dtype=torch.bool)
+    features = torch.zeros(batch, length + new_tokens - 1, len(taps), decoder.hidden_size, dtype=decoder.dtype, device=device)
+    candidates = min(candidates, len(decoder.embedding))
+    likely_ids = torch.zeros(batch, new_tokens, candidates, dtype=torch.int32, device=device)
+    likely = torch.zeros(batch, new_tokens, candidates, dtype=torch.bfloat16, device=device)
+    going, left = torch.ones(batch, dtype=torch.bool, device=device), batch
     if shared:
         _, tapped = decoder.forward(prompts[:1, :shared], cache, taps)
         if taps:
             features[:, :shared] = torch.stack(tapped, dim=2)
-    cache.select(torch.zeros(batch, dtype=torch.long))
+    cache.select(torch.zeros(batch, dtype=torch.long, device=device))
     step = prompts[:, shared:]
     for position in range(length, length + new_tokens):
         hidden, tapped = decoder.forward(step, cache, taps)
@@ -81,29 +84,38 @@ def continue_batch(
         step = _next_tokens(logits, temperature, generator)[:, None]
         tokens[:, position] = step[:, 0]
         answered = position - length + 1
-        if taps:
+        if candidates:
             wide = logits.float()
             best, ids = wide.topk(candidates)
             likely_ids[:, answered - 1] = ids
             likely[:, answered - 1] = (best - wide.logsumexp(-1, keepdim=True)).exp()
         last = position == length + new_tokens - 1
         done = going & (torch.isin(step[:, 0], stops) | last)
-        for row in done.nonzero()[:, 0].tolist():
-            yield Trajectory(
-                tokens[row, : position + 1].tolist(),
-                length,
-                features[row, :position].clone(),
-                likely_ids[row, :answered].clone(),
-                likely[row, :answered].clone(),
-            )
+        rows = done.nonzero()[:, 0]
+        if not len(rows):  # the one number of a step that the host waits for
+            continue
+        kept = (features[rows, :position], likely_ids[rows, :answered], likely[rows, :answered])
+        for answer, *facts in zip(tokens[rows, : position + 1].tolist(), *(part.cpu() for part in kept), strict=True):
+            yield Trajectory(answer, length, *facts)
         going &= ~done
-        if not going.any():
+        left -= len(rows)
+        if not left:
             return
-        if going.float().mean() < COMPACT_BELOW:
+        if left < COMPACT_BELOW * len(going):
             rows = going.nonzero()[:, 0]
             cache.select(rows)
             tokens, features, step, going = tokens[rows], features[rows], step[rows], going[rows]
             likely_ids, likely = likely_ids[rows], likely[rows]
+
+
+def rows_that_fit(decoder: LeanDecoder, positions: int, free_bytes: int) -> int:
+    """Sequences of `positions` tokens that a batch can have in half of `free_bytes`: their cache, the activations of a prompt's
+    pass (counted as ACTIVATIONS hidden states a token) and the float32 logits of a step, at least 1."""
+    cache = decoder.new_cache(positions)
+    stores = [tensor for store in (cache.keys, cache.values, cache.inputs) for tensor in store.values()]
+    row = sum(tensor.numel() * tensor.element_size() for tensor in stores)
+    row += positions * decoder.hidden_size * decoder.embedding.element_size() * ACTIVATIONS + len(decoder.embedding) * 4 * LOGITS
+    return max(1, free_bytes // 2 // row)
 
 
 def equal_length_batches(prompts: list[list[int]], batch: int, seed: int, smallest: int = SMALLEST_BATCH) -> list[Tensor]:

@@ -1,45 +1,30 @@
-"""The training loop: warm start from the target's own layers, decayed loss, checkpoints that resume, one log line a look.
-
-The schedule is a fraction of the training time, so that it fits whatever time is given and goes on after an interruption.
-"""
+"""The drafter's training: warm start from the target's own layers, decayed loss, and how far it has come on held-out answers."""
 from __future__ import annotations
 
-import json
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.training.blocks import Blocks, block_embeddings, cut_blocks, draft_labels, target_to_draft
+from dflash_mini_lab.training.loop import Progress, finite, train_for
 from dflash_mini_lab.training.losses import dpace_weights, expected_accepted, slot_cross_entropy, teacher_cross_entropy
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.shards import Sequence
-from dflash_mini_lab.training.state import load_state, read_facts, save_state
 
-LOOK_EVERY_S = 300.0
 HELD_OUT_SEQUENCES = 160
 HELD_OUT_ANCHORS = 12
 STATE_FILE, LOG_FILE = "training-state.safetensors", "training-log.jsonl"
 
 RealLoop = Callable[[DrafterConfig, dict[str, Tensor]], float]
 """Acceptance length τ of a checkpoint in the real decode loop on held-out prompts."""
-
-
-@dataclass
-class Progress:
-    step: int = 0
-    seconds: float = 0.0
-    tokens_seen: int = 0
 
 
 def train_drafter(
@@ -55,62 +40,23 @@ def train_drafter(
     start: dict[str, Tensor] | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Train until `seconds` of training time are used up (time of earlier, interrupted runs in `folder` counts).
+    """Train until `seconds` of training time are used up (time of earlier, interrupted runs in `folder` counts), on the device
+    of `target_tensors` and of the sequences.
 
     `target_tensors`: `embedding`, `head` `[vocabulary, hidden]` and, for the warm start, `layers`. `start`: tensors of an earlier
     drafter of the same shape, to go on from on other data. Returns the checkpoint's tensors and the last look (held-out τ over
     anchors, per-slot accuracy, real-loop τ).
     """
     torch.manual_seed(recipe.seed)
-    model = TrainableDrafter(config)
-    if start:
-        model.load_state_dict({name: tensor.float() for name, tensor in start.items() if name != DRAFT_TO_TARGET})
-    else:
-        warm_start(model, target_tensors)
-    trainer = _Trainer(model, recipe, target_tensors, draft_to_target)
-    progress = trainer.resume(folder) or Progress()
-    generator = torch.Generator().manual_seed(recipe.seed + progress.step)
-    order: list[int] = []
-    look: dict[str, Any] = {}
-    next_look = progress.seconds + LOOK_EVERY_S
-    bar = tqdm(total=round(seconds), initial=round(progress.seconds), unit="s", disable=None, desc="training")
-    began = now() - progress.seconds
-    try:
-        while progress.seconds < seconds:
-            if len(order) < recipe.sequences:
-                order = torch.randperm(len(training), generator=generator).tolist()
-            group = [training[order.pop()] for _ in range(min(recipe.sequences, len(order)))]
-            blocks = cut_blocks(group, recipe.anchors, config.block_size, generator)
-            loss = trainer.step(blocks, learning_rate_share(progress.seconds / seconds, recipe))
-            progress.step += 1
-            progress.tokens_seen += sum(sequence.answer_tokens for sequence in group)
-            progress.seconds = now() - began
-            bar.n = min(round(progress.seconds), bar.total)
-            bar.set_postfix(loss=f"{loss:.2f}", tau=f"{look.get('held_out_tau') or 1:.2f}", refresh=False)
-            bar.refresh()
-            if progress.seconds >= next_look or progress.seconds >= seconds:
-                look = trainer.look(progress, loss, held_out, real_loop)
-                trainer.save(folder, progress)
-                with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
-                    log.write(json.dumps(look) + "\n")
-                if bar.disable:  # no terminal: a line for the log instead
-                    print(f"training {progress.seconds:.0f} of {seconds:.0f} s: {json.dumps(look)}", flush=True)
-                next_look = progress.seconds + LOOK_EVERY_S
-                began = now() - progress.seconds
-    except KeyboardInterrupt:
-        trainer.save(folder, progress)
-        raise
-    finally:
-        bar.close()
-    return trainer.checkpoint(), look or trainer.look(progress, float("nan"), held_out, real_loop)
-
-
-def learning_rate_share(done: float, recipe: Recipe) -> float:
-    """Linear warm-up, then cosine to `final_rate`. `done` 0 … 1 of the training time."""
-    if done < recipe.warm_up:
-        return max(done / recipe.warm_up, 1e-2)
-    rest = min((done - recipe.warm_up) / (1 - recipe.warm_up), 1.0)
-    return recipe.final_rate + (1 - recipe.final_rate) * 0.5 * (1 + math.cos(math.pi * rest))
+    with target_tensors["embedding"].device:
+        model = TrainableDrafter(config)
+        if start:
+            model.load_state_dict({name: tensor.float() for name, tensor in start.items() if name != DRAFT_TO_TARGET})
+        else:
+            warm_start(model, target_tensors)
+    trainer = DrafterTrainer(model, recipe, target_tensors, draft_to_target, real_loop)
+    look = train_for(seconds, trainer, training, held_out, folder, now)
+    return trainer.checkpoint(), look
 
 
 def warm_start(model: TrainableDrafter, target_tensors: dict[str, Tensor]) -> None:
@@ -132,26 +78,38 @@ def warm_start(model: TrainableDrafter, target_tensors: dict[str, Tensor]) -> No
             tensor.fill_(2.0)
 
 
-class _Trainer:
-    """Model, optimiser and frozen target parts. bfloat16 autocast where it is faster: twice float32's rate here."""
+class DrafterTrainer:
+    """Model, optimiser and frozen target parts (see loop.Trainer). bfloat16 autocast where it is faster: twice float32's rate
+    here."""
 
-    def __init__(self, model: TrainableDrafter, recipe: Recipe, target: dict[str, Tensor], d2t: Tensor) -> None:
-        self.model, self.config, self.recipe, self.draft_to_target = model, model.config, recipe, d2t
-        self.dtype = torch.bfloat16 if bfloat16_is_faster() else torch.float32
+    name, state_file, log_file, made_for = "training", STATE_FILE, LOG_FILE, ""
+
+    def __init__(
+        self,
+        model: TrainableDrafter,
+        recipe: Recipe,
+        target: dict[str, Tensor],
+        d2t: Tensor,
+        real_loop: RealLoop | None = None,
+    ) -> None:
+        self.module, self.config, self.recipe, self.real_loop = model, model.config, recipe, real_loop
+        self.device = target["embedding"].device
+        self.draft_to_target = d2t.to(self.device)
+        self.dtype = torch.bfloat16 if bfloat16_is_faster(self.device) else torch.float32
         self.embedding = target["embedding"].to(self.dtype)
-        self.head = target["head"][d2t].to(self.dtype).contiguous()
-        self.to_draft = target_to_draft(d2t, self.config.vocabulary)
+        self.head = target["head"][self.draft_to_target].to(self.dtype).contiguous()
+        self.to_draft = target_to_draft(self.draft_to_target, self.config.vocabulary)
         parameters, rate = model.parameters(), recipe.learning_rate
         self.optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def logits(self, blocks: Blocks) -> Tensor:
         """`[N, A, S, draft vocabulary]`."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             features = blocks.features.to(self.dtype)
-            hidden = self.model(features, block_embeddings(blocks, self.embedding, self.config), blocks.anchors)
+            hidden = self.module(features, block_embeddings(blocks, self.embedding, self.config), blocks.anchors)
             return F.linear(hidden.to(self.dtype), self.head)
 
-    def step(self, blocks: Blocks, rate_share: float) -> float:
+    def step(self, blocks: Blocks, rate_share: float) -> dict[str, Tensor]:
         labels = draft_labels(blocks, self.to_draft)
         log_probabilities = self.logits(blocks).float().log_softmax(-1)
         hard = slot_cross_entropy(log_probabilities, labels)
@@ -160,15 +118,15 @@ class _Trainer:
         losses = torch.lerp(hard, soft, self.recipe.teacher_share)
         loss = (weights * losses).sum() / weights.sum().clamp(min=1e-6)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         for group in self.optimiser.param_groups:
             group["lr"] = self.recipe.learning_rate * rate_share
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return loss.item()
+        return {"loss": loss.detach()}
 
     @torch.no_grad()
-    def look(self, progress: Progress, loss: float, held_out: list[Sequence], real_loop: RealLoop | None) -> dict[str, Any]:
+    def look(self, progress: Progress, losses: Mapping[str, float], held_out: list[Sequence]) -> dict[str, Any]:
         """Held-out τ as the mean over anchors whose whole block lies in the answer, per-slot accuracy, and the real loop's τ."""
         generator = torch.Generator().manual_seed(5)
         hits = []
@@ -178,34 +136,19 @@ class _Trainer:
             proposed = self.draft_to_target[self.logits(blocks).argmax(-1)]
             whole = (blocks.labels >= 0).all(-1)
             hits.append((proposed == blocks.labels)[whole])
-        hit = torch.cat(hits) if hits else torch.zeros(0, self.config.block_size - 1, dtype=torch.bool)
+        hit = torch.cat(hits).cpu() if hits else torch.zeros(0, self.config.block_size - 1, dtype=torch.bool)
         return {
             "step": progress.step,
             "training_seconds": round(progress.seconds, 1),
             "answer_tokens_seen": progress.tokens_seen,
-            "loss": _finite(loss),
+            "loss": finite(losses.get("loss", float("nan"))),
             "held_out_anchors": len(hit),
             "held_out_tau": round(1 + expected_accepted(hit).float().mean().item(), 4) if len(hit) else None,
             "slot_accuracy": [round(value, 4) for value in hit.float().mean(0).tolist()] if len(hit) else [],
-            "real_loop_tau": None if real_loop is None else _finite(real_loop(self.config, self.checkpoint())),
+            "real_loop_tau": None if self.real_loop is None else finite(self.real_loop(self.config, self.checkpoint())),
         }
 
     def checkpoint(self) -> dict[str, Tensor]:
         """float16 tensors: half the size on disk, and bfloat16 activations trained them."""
-        tensors = {name: tensor.detach().to(torch.float16) for name, tensor in self.model.state_dict().items()}
-        return tensors | {DRAFT_TO_TARGET: self.draft_to_target.to(torch.int32)}
-
-    def save(self, folder: Path, progress: Progress) -> None:
-        save_state(folder / STATE_FILE, self.model, self.optimiser, vars(progress))
-
-    def resume(self, folder: Path) -> Progress | None:
-        facts = read_facts(folder / STATE_FILE)
-        if facts is None:
-            return None
-        load_state(folder / STATE_FILE, self.model, self.optimiser)
-        return Progress(int(facts["step"]), float(facts["seconds"]), int(facts["tokens_seen"]))
-
-
-def _finite(value: float) -> float | None:
-    """For a log: None where nothing was measured. JSON has no NaN."""
-    return round(value, 4) if math.isfinite(value) else None
+        tensors = {name: tensor.detach().to("cpu", torch.float16) for name, tensor in self.module.state_dict().items()}
+        return tensors | {DRAFT_TO_TARGET: self.draft_to_target.to("cpu", torch.int32)}

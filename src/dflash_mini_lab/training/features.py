@@ -1,0 +1,27 @@
+"""Tapped features computed again from the tokens, where that is cheaper than keeping them: on a GPU."""
+from __future__ import annotations
+
+from collections.abc import Sequence as Indices
+
+import torch
+from torch import Tensor
+
+from dflash_mini_lab.targets.lean import LeanDecoder
+from dflash_mini_lab.training.shards import Sequence
+
+
+class ComputedFeatures:
+    """The frozen target's outputs at `taps` in one pass over the sequences of a step. Corpus and decoder are on one device."""
+
+    def __init__(self, decoder: LeanDecoder, taps: Indices[int]) -> None:
+        self.decoder, self.taps = decoder, taps
+
+    @torch.no_grad()  # no inference mode: the drafter's gradients need these as inputs
+    def __call__(self, sequences: list[Sequence]) -> Tensor:
+        """`[N, longest - 1, taps · hidden]`. A shorter sequence repeats its last token; nothing before it sees that."""
+        tokens = sequences[0].corpus.tokens
+        first, length = torch.tensor([(s.first_token, s.length) for s in sequences], device=tokens.device).T[..., None]
+        rows = max(sequence.length for sequence in sequences) - 1
+        ids = tokens[first + torch.arange(rows, device=tokens.device).minimum(length - 1)]
+        _, tapped = self.decoder.forward(ids, self.decoder.new_cache(rows, len(sequences)), self.taps)
+        return torch.cat(tapped, dim=-1)
