@@ -70,6 +70,7 @@ def test_help_names_every_flag_and_variable_and_the_canonical_study(capsys: pyte
         (["surplus"], "unrecognized arguments: surplus"),
         (["--dtype", "int4"], "--dtype: 'int4' is not one of"),
         (["--prepare", "--download-only"], "exclude each other"),
+        (["--prepare", "--dtype", "float32"], "--dtype is a benchmark's"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,15 @@ What only CUDA can do (capture, synchronise, count memory) is tests/gpu's; that 
 """
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.tiny_folder import WORDS, save_tiny_model
 
+from dflash_mini_lab import artifacts
 from dflash_mini_lab.artifacts import write_manifest
 from dflash_mini_lab.benchmark.run import run_benchmark
 from dflash_mini_lab.benchmark_file import Benchmark, read, schema_errors
@@ -20,6 +23,8 @@ from dflash_mini_lab.measurement import gpu
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.targets import lean_build, loading
 from dflash_mini_lab.training.model import TrainableDrafter
+from dflash_mini_lab.training.prepare import ANSWERS, prepare
+from dflash_mini_lab.training.shards import have_features
 from dflash_mini_lab.types import UserError
 
 DEVICE = "cpu:0"
@@ -82,9 +87,22 @@ def test_target_drafter_and_steps_are_on_the_device_and_every_method_is_exact(
     assert drafters, "the drafter counts where its target counts"
 
 
-def test_without_a_drafter_the_run_says_how_to_get_one(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"drafters are trained on a CPU: run python run_cpu.py --target .* --prepare first"):
-        run_benchmark(settings(folder, tmp_path, methods=("00", "01")), ["run_gpu.py"])
+@pytest.mark.slow
+def test_a_drafter_is_prepared_on_the_device_without_features_on_disk_and_goes_on_on_a_cpu(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = settings(folder, tmp_path, methods=("00", "01"), prepare_minutes=0.04)
+    assert run_benchmark(options, ["run_gpu.py"]) == 0
+    name = resolve(str(folder)).name
+    assert f"There is no drafter for {name} yet: training one first" in capsys.readouterr().out
+    work = options.cache / "prepare" / name
+    assert not have_features(work / ANSWERS)
+    provenance = json.loads((artifacts.prepared_folder(options.cache, name) / "provenance.json").read_text())
+    assert (provenance["device"], provenance["made_with"]) == (DEVICE, "python run_gpu.py --prepare")
+    earlier = provenance["last_look"]
+    again = prepare(replace(options, device="cpu", prepare_minutes=0.06))
+    look = json.loads((again / "provenance.json").read_text())["last_look"]
+    assert look["step"] > earlier["step"], "the same work goes on, with features computed from the tokens"
 
 
 def test_the_reference_in_numpy_is_refused_rather_than_run_on_the_cpu(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_no_reason_is_left_over() -> None:
     "command",
     [
         "python run_cpu.py --quick",
-        "python run_gpu.py --prepare",
+        "python run_gpu.py --prepare --dtype float16",
         "python run_all.py",
         "docker compose --profile tpu build",
         "docker compose --profile cpu run --rm test-gpu",

@@ -15,13 +15,14 @@ from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.training import train
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks, target_to_draft
+from dflash_mini_lab.training.features import ComputedFeatures
 from dflash_mini_lab.training.loop import learning_rate_share
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, teacher_cross_entropy
 from dflash_mini_lab.training.prepare import refuse_other_work
 from dflash_mini_lab.training.prompts import hold_out, training_texts
 from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, spread_taps
 from dflash_mini_lab.training.shards import Sequence, have_features, read_features, read_sequences, write_shard
-from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches
+from dflash_mini_lab.training.teacher import ACTIVATIONS, LOGITS, continue_batch, equal_length_batches, rows_that_fit
 from dflash_mini_lab.training.train import train_drafter
 from dflash_mini_lab.types import UserError
 
@@ -70,11 +71,35 @@ def test_batches_hold_prompts_of_one_length_and_small_buckets_are_left_out() -> 
     assert sorted(tuple(batch.shape) for batch in batches) == [(8, 5), (12, 5)]
 
 
-def sequence_on_disk(folder: Path) -> list[Sequence]:
+@torch.no_grad()
+def test_features_computed_again_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
+    model = tiny_model("lfm2")
+    decoder = build_lean_decoder(model, POSITIONS, measure=False)
+    for number, length in enumerate((5, 8)):  # two shards, answers of unequal lengths, and no features kept
+        prompts = torch.tensor([random_ids(length, seed) for seed in range(3)])
+        write_shard(tmp_path / f"{number}.safetensors", continue_batch(decoder, prompts, 9, (), candidates=2))
+    assert not have_features(tmp_path)
+    sequences = read_sequences(tmp_path, features=ComputedFeatures(decoder, TAPS))
+    blocks = cut_blocks(sequences, 4, 5, torch.Generator().manual_seed(0))
+    assert len(sequences) == len(blocks.features) == 6
+    for sequence, found in zip(sequences, blocks.features, strict=True):
+        hidden = model(sequence.tokens[None, :-1], output_hidden_states=True).hidden_states
+        expected = torch.cat([hidden[tap + 1][0] for tap in TAPS], dim=-1)
+        torch.testing.assert_close(found[: sequence.length - 1], expected, rtol=0, atol=1e-9)
+
+
+def test_a_batch_is_as_large_as_memory_allows() -> None:
+    decoder = build_lean_decoder(tiny_model("llama", torch.float32), POSITIONS, measure=False)
+    cache = 2 * 4 * 2 * 8 * 50 * 4  # keys and values, layers, heads, head size, positions, bytes
+    assert rows_that_fit(decoder, 50, 2 * 7 * (cache + 50 * 32 * 4 * ACTIVATIONS + 61 * 4 * LOGITS)) == 7
+    assert rows_that_fit(decoder, 50, 0) == 1
+
+
+def sequence_on_disk(folder: Path, device: str = "cpu") -> list[Sequence]:
     decoder = build_lean_decoder(tiny_model("llama", torch.float32), POSITIONS, measure=False)
     prompts = torch.tensor([random_ids(4, seed) for seed in range(24)])
     write_shard(folder / "0.safetensors", continue_batch(decoder, prompts, 16, (), TAPS))
-    return read_sequences(folder)
+    return read_sequences(folder, device)
 
 
 def test_blocks_are_cut_inside_answers_and_label_what_follows_the_anchor(tmp_path: Path) -> None:
@@ -196,10 +221,11 @@ def test_the_mask_token_is_an_unused_special_row_of_the_embedding() -> None:
         choose_mask_token(Tokens({}), frozenset({59}), 60)
 
 
-def training_arguments(folder: Path) -> dict:
-    sequences = sequence_on_disk(folder / "answers")
+def training_arguments(folder: Path, device: str = "cpu") -> dict:
+    sequences = sequence_on_disk(folder / "answers", device)
     model = tiny_model("llama", torch.float32)
-    tables = {"embedding": model.get_input_embeddings().weight.detach(), "head": model.get_output_embeddings().weight.detach()}
+    tables = {"embedding": model.get_input_embeddings().weight, "head": model.get_output_embeddings().weight}
+    tables = {name: table.detach().to(device) for name, table in tables.items()}
     return {
         "config": drafter_config(TINY, model.config, "tiny", 1, 61), "recipe": TINY, "target_tensors": tables,
         "draft_to_target": torch.arange(61), "training": sequences, "held_out": [], "seconds": 0.2, "folder": folder,
