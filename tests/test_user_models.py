@@ -85,6 +85,19 @@ def test_the_hubs_variables_decide_where_it_looks(folder: Path, tmp_path: Path) 
     assert done.stdout.strip().startswith(str(tmp_path / "home" / "hub" / "models--some-owner--tiny")), done.stderr
 
 
+def test_prompts_encoded_together_are_those_encoded_one_by_one(folder: Path) -> None:
+    loaded = load_target("tiny", folder)
+    texts = ["why is the sky", "water", "the sky is a b c"]
+    assert loaded.encode_prompts(texts) == [list(loaded.tokenizer(text)["input_ids"]) for text in texts]
+    loaded.tokenizer.chat_template = "{% for turn in messages %}<s> {{ turn.content }} </s>{% endfor %} is"
+    loaded.prompt_format = "chat"
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    alone = [loaded.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True) for turn in turns]
+    assert loaded.encode_prompts(texts) == [list(one["input_ids"]) for one in alone]
+    with pytest.raises(UserError, match="empty"):
+        loaded.encode_prompts(["water", " "])
+
+
 @pytest.mark.slow
 def test_a_target_without_a_drafter_has_one_trained_and_is_measured(
     folder: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

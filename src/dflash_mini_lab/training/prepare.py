@@ -207,7 +207,7 @@ def _batch(decoder: LeanDecoder, recipe: Recipe, longest_prompt: int) -> int:
     """Prompts that are answered together: the recipe's, as far as a GPU's memory takes them."""
     if not decoder.embedding.is_cuda:
         return recipe.teacher_batch
-    free, _ = torch.cuda.mem_get_info()
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return min(recipe.teacher_batch, rows_that_fit(decoder, longest_prompt + recipe.answer_tokens, free))
 
 
