@@ -79,7 +79,8 @@ class FrozenDrafter:
         self.model.load_state_dict({name: tensor.float() for name, tensor in checkpoint.items() if name != DRAFT_TO_TARGET})
         self.model.requires_grad_(False).eval()
         self.embedding = target["embedding"].detach()
-        self.head_weight = target["head"].detach()[self.draft_to_target].to(dtype).contiguous()
+        head = target["head"].detach()[self.draft_to_target].float()
+        self.head_weight = self.model.scoring_rows(head).to(dtype).contiguous()
 
     @torch.no_grad()
     def draft(self, blocks: Blocks, candidates: int) -> Drafted:
@@ -95,5 +96,5 @@ class FrozenDrafter:
         return Drafted(hidden, context, scores, columns, ids, blocks.anchor_ids, blocks.labels, labels)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The target's frozen LM head on `hidden [..., H]`: logits over the draft vocabulary, float32."""
+        """The target's frozen LM head, as this drafter reads it, on `hidden [..., H]`: logits over the draft vocabulary, float32."""
         return F.linear(hidden.to(self.dtype), self.head_weight).float()

@@ -19,10 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash_mini_lab import artifacts
-from dflash_mini_lab.catalog import resolve
+from dflash_mini_lab.catalog import Entry, resolve
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.drafters.checkpoint import CONFIG_FILE, TENSOR_FILE, DrafterConfig, load_checkpoint, save_checkpoint
+from dflash_mini_lab.drafters.layout import check_fit, vocabulary_digest
 from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.methods import by_key
@@ -47,8 +48,6 @@ REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 8, 48
 FEWEST_SEQUENCES = 16
 LONGEST_SEQUENCE = 1024
 """Tokens of a prompt and its answer; a target with a shorter context sets its own limit."""
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-TRAIN_SEEDS = BENCHMARKS / "train_seeds.json"
 PROVENANCE_FILE, STATE_FILE, PROMPTS_FILE = "provenance.json", "prepare-state.json", "own-prompts.json"
 MADE_FOR_FILE = "made-for.json"
 ANSWERS, HELD_OUT = "answers", "held-out"
@@ -76,12 +75,14 @@ def prepare(settings: Settings) -> Path:
         )
     work = settings.cache / "prepare" / entry.name
     work.mkdir(parents=True, exist_ok=True)
-    mask = choose_mask_token(loaded.tokenizer, loaded.stop_ids, loaded.vocabulary)
-    config = drafter_config(recipe, loaded.config, entry.name, mask, loaded.config.vocab_size)
+    rows = loaded.config.vocab_size
+    mask = choose_mask_token(loaded.tokenizer, loaded.stop_ids, loaded.vocabulary, rows)
+    config = drafter_config(recipe, loaded.config, entry.name, mask, rows)
+    check_fit(config, rows, loaded.config.hidden_size, loaded.config.num_hidden_layers, loaded.stop_ids)
     weights = {path.name: artifacts.sha256(path) for path in sorted(where.glob("*.safetensors"))}
     refuse_other_work(work, {"drafter": config.as_json(), "weights": weights})
     say(f"Preparing a drafter for {entry.name}: {recipe.minutes:g} minutes, kept in {work} (interrupt and go on as you like).")
-    collect(loaded, config, recipe, work)
+    collect(loaded, entry, config, recipe, work)
     training, held_out = read_sequences(work / ANSWERS), read_sequences(work / HELD_OUT)
     if len(training) < FEWEST_SEQUENCES:
         raise UserError(f"Only {len(training)} answers in the time given: --prepare-minutes needs to be larger.")
@@ -109,17 +110,20 @@ def prepare(settings: Settings) -> Path:
         "made_with": "python run_cpu.py --prepare",
         "recipe": asdict(recipe),
         "target_weights": weights,
-        "started_from": artifacts.sha256(earlier) if start else "the target's own last layers",
+        "started_from": artifacts.sha256(earlier) if start else "the target's own weights",
         "sequences": len(training),
         "answer_tokens": sum(sequence.answer_tokens for sequence in training),
         "draft_vocabulary_coverage": _coverage(draft_to_target, held_out),
         "wall_minutes_of_last_session": round((time.monotonic() - began) / 60, 1),
         "last_look": look,
     }
+    config = replace(config, tokenizer_sha256=vocabulary_digest(loaded.tokenizer.get_vocab()))
     write_artifacts(folder, entry.name, config, checkpoint, provenance, work / LOG_FILE)
     add_heads(folder, training, held_out, tensors, recipe, recipe.minutes * 60 * HEADS_SHARE, work)
     reached = [look[name] or "not measured, too few answers" for name in ("held_out_tau", "real_loop_tau")]
     say(f"Held-out acceptance length τ {reached[0]}, in the real loop {reached[1]}. Artifacts: {folder}")
+    if coverage := provenance["draft_vocabulary_coverage"]:
+        say(f"The draft vocabulary of {len(draft_to_target)} tokens has {coverage:.1%} of the held-out answers' tokens.")
     return folder
 
 
@@ -130,7 +134,8 @@ def _earlier_drafter(target: str, config: DrafterConfig) -> tuple[Path, dict[str
     if not path.is_file():
         return path, None
     found, tensors = load_checkpoint(folder)
-    return path, tensors if replace(found, block_size=config.block_size) == config else None
+    same = replace(found, block_size=config.block_size, tokenizer_sha256=config.tokenizer_sha256) == config
+    return path, tensors if same else None
 
 
 def refuse_other_work(work: Path, made_for: dict[str, Any]) -> None:
@@ -145,8 +150,9 @@ def refuse_other_work(work: Path, made_for: dict[str, Any]) -> None:
             raise UserError(f"{work}: was begun with other {name}; remove that folder to start anew.")
 
 
-def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: Path) -> None:
-    """Fill `work/answers` until the data's share of the time is used up; earlier sessions' time counts."""
+def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: Recipe, work: Path) -> None:
+    """Fill `work/answers` until the data's share of the time is used up; earlier sessions' time counts. The entry's training
+    texts are used, and none of its prompts."""
     seconds = recipe.minutes * 60 * DATA_SHARE
     spent = _read_state(work)
     if spent >= seconds:
@@ -158,7 +164,7 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     loaded.release_stock()
     began = time.monotonic() - spent
     own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
-    measured = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
+    measured = [prompt for path in (entry.prompt_file, entry.calibration_file) for prompt in load_prompts(path)]
 
     def encoded(texts: Iterable[str]) -> dict[str, list[int]]:
         pairs = ((text, list(loaded.encode_prompt(text))) for text in dict.fromkeys(not_held_out(list(texts), measured)))
@@ -166,7 +172,7 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
 
     prompts = encoded(own)
     held_out = {text: prompts.pop(text) for text in hold_out(prompts, recipe.held_out_prompts)}
-    prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", TRAIN_SEEDS, recipe.seed))
+    prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", entry.training_file, recipe.seed))
     answers = [(ANSWERS, batch) for batch in equal_length_batches(list(prompts.values()), recipe.teacher_batch, recipe.seed)]
     judges = [(HELD_OUT, batch) for batch in equal_length_batches(list(held_out.values()), recipe.teacher_batch, recipe.seed, 1)]
     batches = [batch for pair in zip_longest(answers, judges) for batch in pair if batch]  # both, however little time there is
