@@ -62,7 +62,8 @@ def test_rounds_deep_a_draft_is_a_fresh_session_s_wherever_a_rejection_was(path:
         scores = drafting.draft(committed).logits()[0]
         np.testing.assert_allclose(scores, fresh_scores(path, committed), rtol=0, atol=1e-5)
         done = len(committed) - prompt_length
-        proposal = [*answer[done : done + accepted], *[(token + 1) % VOCABULARY for token in answer[done + accepted :]]][: BLOCK - 1]
+        wrong = [(token + 1) % VOCABULARY for token in answer[done + accepted :]]
+        proposal = [*answer[done : done + accepted], *wrong][: BLOCK - 1]
         greedy = session.verify([committed[-1], *proposal])
         session.keep(accepted + 1)
         committed += greedy[: accepted + 1]

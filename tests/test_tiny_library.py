@@ -49,7 +49,9 @@ class FixedFeatures:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, hidden_size=16, target_hidden_size=32, window=3)], ids=["", "small window"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, replace(CONFIG, hidden_size=16, target_hidden_size=32, window=3)], ids=["published", "small window"]
+)
 def test_the_numpy_drafter_scores_as_the_block_drafter_does(tmp_path: Path, reduced: bool, config: DrafterConfig) -> None:
     torch.manual_seed(1)
     model = TrainableDrafter(config)

@@ -28,8 +28,8 @@ class Proposal:
 @dataclass(frozen=True, eq=False)
 class PairHead:
     """Low-rank scores of one token after another: `previous`, `next [V, r]`, and their gate from the context, `gate_weight
-    [r, H]`, `gate_bias [r]`. Here and below V is the target's whole vocabulary and H the drafter's hidden size, which is the target's
-    unless the drafter has a width of its own; arrays are float32."""
+    [r, H]`, `gate_bias [r]`. Here and below V is the target's whole vocabulary and H the drafter's hidden size, which
+    is the target's unless the drafter has a width of its own; arrays are float32."""
 
     previous: np.ndarray
     next: np.ndarray

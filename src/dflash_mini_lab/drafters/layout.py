@@ -2,8 +2,8 @@
 
 `config.json` (with `dflash_config.target_layer_ids`, `dflash_config.mask_token_id`, `block_size`, `num_target_layers`) and
 `model.safetensors`. A reduced draft vocabulary is one more tensor, `draft_to_target` (target ids, ascending); without it the
-drafter scores the whole vocabulary. What else only this lab has stands in the config's `dflash_lab`, and is absent where it is not
-used, so that a drafter of the published kind stays one. Checking only: no arithmetic, and no framework that tensors belong to.
+drafter scores the whole vocabulary. What else is the lab's own stands in the config's `dflash_lab`, where it is used at all: a
+drafter of the published kind stays one. Checking only: no arithmetic, and no framework that tensors belong to.
 """
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def parse_config(facts: dict, where: str) -> DrafterConfig:
         mask = dflash.get("mask_token_id")
         if type(mask) is not int:
             raise UserError(
-                f"{where}: the mask token is unset ({mask!r}): dflash_config.mask_token_id must name an existing, otherwise unused "
-                "row of the target's embedding."
+                f"{where}: the mask token is unset ({mask!r}): dflash_config.mask_token_id must be an existing, otherwise "
+                "unused row of the target's embedding."
             )
         return DrafterConfig(
             hidden_size=facts["hidden_size"],

@@ -15,8 +15,9 @@ from dflash_mini_lab.training.shards import Sequence, read_features, read_likely
 
 @dataclass(frozen=True)
 class Blocks:
-    """features `[N, tokens, taps · F]`, F the target's width; anchors, anchor_ids `[N, A]`; labels `[N, A, S]` in target ids or UNTRAINED;
-    likely_ids, likely `[N, A, S, candidates]`: what the target held likeliest at each slot, given the true tokens before it."""
+    """features `[N, tokens, taps · F]`, F the target's width; anchors, anchor_ids `[N, A]`; labels `[N, A, S]` target ids or
+    UNTRAINED; likely_ids, likely `[N, A, S, candidates]`: what the target held likeliest at each slot, given the true tokens
+    before it."""
 
     features: Tensor
     anchors: Tensor

@@ -96,5 +96,5 @@ class FrozenDrafter:
         return Drafted(hidden, context, scores, columns, ids, blocks.anchor_ids, blocks.labels, labels)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The target's frozen LM head, as this drafter reads it, on `hidden [..., H]`: logits over the draft vocabulary, float32."""
+        """The target's frozen LM head on `hidden [..., H]`: logits over the draft vocabulary, float32."""
         return F.linear(hidden.to(self.dtype), self.head_weight).float()
