@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from dflash_mini_lab.benchmark.run import PROMPT_FOLDER, choose_prompts
+from dflash_mini_lab.benchmark.run import choose_prompts
+from dflash_mini_lab.catalog import TARGETS
 from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_seeds
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.types import UserError
@@ -97,8 +99,9 @@ def test_a_prompt_that_leaves_no_room_is_named() -> None:
     assert encode_prompts([ONE], lambda text: [1] * len(text), 16) == {"one": [1] * 15}
 
 
-def test_the_labs_own_sets_are_held_out_from_each_other() -> None:
-    measured, calibration = choose_prompts(Settings())
+@pytest.mark.parametrize("target", ["smollm2-135m", "lfm2.5-350m", "qwen3-0.6b"])
+def test_the_labs_own_sets_are_held_out_from_each_other(target: str) -> None:
+    measured, calibration = choose_prompts(Settings(target=target))
     assert len(measured) == 6
     assert len(calibration) == 4
     assert len({prompt.category for prompt in measured}) == 6
@@ -111,12 +114,29 @@ def test_limits_take_the_first_prompts() -> None:
 
 
 def test_no_topic_of_the_training_seeds_occurs_in_a_held_out_prompt() -> None:
-    groups = json.loads((PROMPT_FOLDER / "train_seeds.json").read_text(encoding="utf-8"))["groups"]
+    groups = json.loads(TARGETS["smollm2-135m"].training_file.read_text(encoding="utf-8"))["groups"]
     values = {value.casefold() for group in groups for value in group["values"]}
     measured, calibration = choose_prompts(Settings())
     for prompt in (*measured, *calibration):
         words = f" {' '.join(re.findall(r'[a-z0-9]+', prompt.text.casefold()))} "
         assert not [value for value in values if f" {value} " in words], prompt.id
+
+
+def runs_of_words(texts: list[str], length: int = 5) -> set[tuple[str, ...]]:
+    found = (re.findall(r"\w+", text.casefold()) for text in texts)
+    return {tuple(words[start : start + length]) for words in found for start in range(len(words) - length + 1)}
+
+
+def test_the_base_model_s_openings_are_its_own() -> None:
+    """An opening that begins as another does is not held out, so no five words in a row may be shared, also with the others'."""
+    entry, others = TARGETS["qwen3-0.6b"], TARGETS["smollm2-135m"]
+    measured, calibration = choose_prompts(Settings(target=entry.name))
+    seeds = list(training_seeds(entry.training_file))
+    assert len(seeds) == len(set(seeds)) == 24
+    sets = [runs_of_words([prompt.text for prompt in prompts]) for prompts in (measured, calibration)]
+    sets += [runs_of_words(seeds), runs_of_words([p.text for part in choose_prompts(Settings(target=others.name)) for p in part])]
+    for one, other in combinations(sets, 2):
+        assert not one & other
 
 
 def test_a_user_may_not_measure_on_a_training_seed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,18 +49,21 @@ class FixedFeatures:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_the_numpy_drafter_scores_as_the_block_drafter_does(tmp_path: Path, reduced: bool) -> None:
+@pytest.mark.parametrize(
+    "config", [CONFIG, replace(CONFIG, hidden_size=16, target_hidden_size=32, window=3)], ids=["published", "small window"]
+)
+def test_the_numpy_drafter_scores_as_the_block_drafter_does(tmp_path: Path, reduced: bool, config: DrafterConfig) -> None:
     torch.manual_seed(1)
-    model = TrainableDrafter(CONFIG)
+    model = TrainableDrafter(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
     tensors = dict(model.state_dict())
     if reduced:
         tensors[DRAFT_TO_TARGET] = torch.tensor([3, 9, 12, 20, 31, 44], dtype=torch.int32)
-    save_checkpoint(tmp_path, CONFIG, tensors)
+    save_checkpoint(tmp_path, config, tensors)
     embedding, features = torch.randn(50, 32), torch.randn(12, 64)
-    heads = random_heads(50, 32, 3, offsets=(2, 4))  # the second lies past the block
+    heads = random_heads(50, config.hidden_size, 3, offsets=(2, 4))  # the second lies past the block
     ours = NumpyBlockDrafter(*load_arrays(tmp_path), embedding.numpy(), embedding.numpy(), 40, heads)
     theirs = BlockDrafter(*load_checkpoint(tmp_path), embedding, embedding, 40, measure=False, heads=heads)
     sessions = FixedFeatures(features.numpy()), FixedFeatures(features)

@@ -215,10 +215,11 @@ class Tokens:
 
 def test_the_mask_token_is_an_unused_special_row_of_the_embedding() -> None:
     special = {0: "<s>", 1: "</s>", 2: "<unk>", 5: "<a>", 6: "<b>", 7: "<turn>", 90: "<no row>"}
-    assert choose_mask_token(Tokens(special, "{{ <turn> }}"), frozenset({6}), 60) == 5
-    assert choose_mask_token(Tokens({0: "<s>"}), frozenset({6}), 60) == 59
+    assert choose_mask_token(Tokens(special, "{{ <turn> }}"), frozenset({6}), 60, 64) == 5
+    assert choose_mask_token(Tokens({0: "<s>"}), frozenset({6}), 60, 64) == 60, "a row that no word has"
+    assert choose_mask_token(Tokens({0: "<s>"}), frozenset({6}), 60, 60) == 59
     with pytest.raises(UserError, match="No row"):
-        choose_mask_token(Tokens({}), frozenset({59}), 60)
+        choose_mask_token(Tokens({}), frozenset({59}), 60, 60)
 
 
 def training_arguments(folder: Path, device: str = "cpu") -> dict:

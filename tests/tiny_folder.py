@@ -1,4 +1,4 @@
-"""A whole model in a folder, as a user would pass it: a tiny random Llama in safetensors and a small real tokenizer."""
+"""A whole model in a folder, as a user would pass it: a tiny random Llama or Qwen3 in safetensors and a small real tokenizer."""
 from __future__ import annotations
 
 import socket
@@ -10,12 +10,12 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 WORDS = [*"abcdefghijklm", "why", "is", "the", "sky", "water"]
 
 
-def save_tiny_model(folder: Path, positions: int = 320, layers: int = 4) -> Path:
+def save_tiny_model(folder: Path, positions: int = 320, layers: int = 4, family: str = "llama") -> Path:
     """`folder` with config.json, model.safetensors and a word-level tokenizer (unknown words become one token)."""
     ids = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", "<mask>", *WORDS])}
     words = Tokenizer(WordLevel(ids, unk_token="<unk>"))
@@ -25,12 +25,12 @@ def save_tiny_model(folder: Path, positions: int = 320, layers: int = 4) -> Path
     )
     tokenizer.save_pretrained(str(folder))
     torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=len(ids), hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+    config = AutoConfig.for_model(
+        family, vocab_size=len(ids), hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=positions, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-        tie_word_embeddings=True,
+        tie_word_embeddings=True, head_dim=16,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(str(folder))
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
     return folder
 
 

@@ -2,9 +2,11 @@
 
     python tools/random_target.py lfm2.5-350m ./random-lfm
     python run_cpu.py --target ./random-lfm --methods 00 --peers generate --tokens 32
+    python run_cpu.py --target ./random-lfm --artifact-dir ./random-lfm/drafter --methods 00,01
 
-Its text is noise; its arithmetic, cache and cost are the real model's. The tokenizer is the embedded target's, filled up with
-unused words to the model's vocabulary. Run it in the lab's environment (`.venv`).
+Its text is noise; its arithmetic, cache and cost are the real model's, and so are those of the untrained drafter of the model's
+recipe that lies in its folder `drafter`. The tokenizer is the embedded target's, filled up with unused words to the model's
+vocabulary. Run it in the lab's environment (`.venv`).
 """
 
 from __future__ import annotations
@@ -56,18 +58,26 @@ def make(shape: str, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from dflash_mini_lab.catalog import TARGETS
+    from dflash_mini_lab import artifacts, catalog
+    from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, save_checkpoint
     from dflash_mini_lab.settings import resolve
     from dflash_mini_lab.targets.weights import fetch
+    from dflash_mini_lab.training.model import TrainableDrafter
+    from dflash_mini_lab.training.recipe import RECIPES, Recipe, drafter_config
 
     torch.manual_seed(7)
     options = dict(SHAPES[shape])
     config = AutoConfig.for_model(options.pop("model_type"), **options, eos_token_id=None, pad_token_id=None)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(fetch(TARGETS["smollm2-135m"], resolve({}, {}).cache, print))
+    tokenizer = AutoTokenizer.from_pretrained(fetch(catalog.TARGETS["smollm2-135m"], resolve({}, {}).cache, print))
     tokenizer.chat_template = None
     tokenizer.add_tokens([f"<unused-{index}>" for index in range(config.vocab_size - len(tokenizer))])
     tokenizer.save_pretrained(folder)
+    recipe, name = RECIPES.get(shape, Recipe()), catalog.resolve(str(folder)).name
+    drafter = drafter_config(recipe, config, name, config.vocab_size - 1, config.vocab_size)
+    kept = torch.randperm(config.vocab_size)[: recipe.draft_vocabulary].sort().values.to(torch.int32)
+    save_checkpoint(folder / "drafter", drafter, {**TrainableDrafter(drafter).state_dict(), DRAFT_TO_TARGET: kept})
+    artifacts.write_manifest(folder / "drafter", name)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Literal
 from dflash_mini_lab.settings import TINY_TARGET
 from dflash_mini_lab.types import UserError
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -52,6 +53,21 @@ class Entry:
     training_texts: str = "train_seeds.json"
     """The file in that folder that no prompt may come from."""
 
+    @property
+    def prompt_file(self) -> Path:
+        """What results are measured on."""
+        return REPOSITORY / self.prompts / "prompts.json"
+
+    @property
+    def calibration_file(self) -> Path:
+        """What settings are chosen on."""
+        return REPOSITORY / self.prompts / "calibration_prompts.json"
+
+    @property
+    def training_file(self) -> Path:
+        """What drafters are trained on."""
+        return REPOSITORY / self.prompts / self.training_texts
+
 
 TARGETS: dict[str, Entry] = {
     entry.name: entry
@@ -82,6 +98,7 @@ TARGETS: dict[str, Entry] = {
             source="Qwen/Qwen3-0.6B-Base",
             license="Apache-2.0",
             prompt_format="plain",
+            prompts="qwen_benchmarks",
         ),
         Entry(
             name=TINY_TARGET,

@@ -28,7 +28,8 @@ class Proposal:
 @dataclass(frozen=True, eq=False)
 class PairHead:
     """Low-rank scores of one token after another: `previous`, `next [V, r]`, and their gate from the context, `gate_weight
-    [r, H]`, `gate_bias [r]`. Here and below V is the target's whole vocabulary and H its hidden size; arrays are float32."""
+    [r, H]`, `gate_bias [r]`. Here and below V is the target's whole vocabulary and H the drafter's hidden size, which
+    is the target's unless the drafter has a width of its own; arrays are float32."""
 
     previous: np.ndarray
     next: np.ndarray
@@ -156,11 +157,11 @@ class Draft(Protocol):
         ...
 
     def embeddings(self, ids: np.ndarray) -> np.ndarray:
-        """Rows of the target's embedding, `[*ids.shape, H]` (float32)."""
+        """Rows of the target's embedding, `[*ids.shape, the target's hidden size]` (float32)."""
         ...
 
     def prefix_embedding(self) -> np.ndarray:
-        """Mean `[H]` (float32) of the embeddings of `committed`, the anchor's included."""
+        """Mean (float32) of the `embeddings` of `committed`, the anchor's included."""
         ...
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from dflash_mini_lab import artifacts
 from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.catalog import Entry, resolve
-from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig
+from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit, vocabulary_digest
 from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST
 from dflash_mini_lab.settings import FULL_LOGITS, FULL_VOCABULARY, STOCK_LINEAR, Settings
 from dflash_mini_lab.types import Heads, UserError
@@ -53,6 +53,9 @@ def load_model(settings: Settings, say: Say) -> Model:
         require_memory(entry.name, facts["parameters"], settings.dtype)
     manifest = artifacts.manifest_of(folder, entry.name) if folder else None
     checkpoint = ablated(_read_drafter(folder), settings.ablate)
+    if checkpoint:
+        shape = (loaded.config.vocab_size, loaded.config.hidden_size, loaded.config.num_hidden_layers)
+        check_fit(checkpoint[0], *shape, loaded.stop_ids, vocabulary_digest(loaded.tokenizer.get_vocab()))
     heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
     keep_stock = bool(settings.peers)
 
@@ -151,6 +154,8 @@ def drafter_facts(
         "block_size": config.block_size,
         "taps": list(config.taps),
         "layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "feature_window": config.window,
         "draft_vocabulary": len(tensors[DRAFT_TO_TARGET]) if DRAFT_TO_TARGET in tensors else config.vocabulary,
         "parameters": sum(prod(tensor.shape) for name, tensor in tensors.items() if name != DRAFT_TO_TARGET),
         "provenance": _provenance(folder),

@@ -29,8 +29,6 @@ from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.types import Clock
 
 BENCHMARK_FILE = "benchmark.json"
-REPOSITORY = Path(__file__).resolve().parents[3]
-PROMPT_FOLDER = REPOSITORY / "benchmarks"
 OK, USAGE, INEXACT, INTERRUPTED = 0, 2, 3, 130
 
 
@@ -146,10 +144,9 @@ def choose_prompts(settings: Settings) -> tuple[list[Prompt], list[Prompt]]:
     """The first prompts of the user's file or of the lab's for this target, and the first calibration prompts. An overlap is
     refused."""
     entry = resolve(settings.target)
-    folder = REPOSITORY / entry.prompts
-    measured = load_prompts(settings.prompts or folder / "prompts.json")
-    tuned = load_prompts(folder / "calibration_prompts.json")
-    refuse_overlap(measured, tuned, training_seeds(folder / entry.training_texts))
+    measured = load_prompts(settings.prompts or entry.prompt_file)
+    tuned = load_prompts(entry.calibration_file)
+    refuse_overlap(measured, tuned, training_seeds(entry.training_file))
     return measured[: settings.prompt_limit], tuned[: settings.calibration_prompt_limit]
 
 

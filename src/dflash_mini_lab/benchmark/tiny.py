@@ -12,6 +12,7 @@ from dflash_mini_lab import artifacts
 from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.benchmark.loading import ablated, drafter_facts, read_heads, target_facts
 from dflash_mini_lab.catalog import Entry
+from dflash_mini_lab.drafters.layout import check_fit
 from dflash_mini_lab.drafters.numpy_block import NumpyBlockDrafter, load_arrays
 from dflash_mini_lab.exactness import LogitsOf, StockSteps
 from dflash_mini_lab.settings import FULL_LOGITS, STOCK_LINEAR, Settings
@@ -41,6 +42,9 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
     config, tensors = tiny.read(folder)
     manifest = artifacts.manifest_of(folder, entry.name)
     checkpoint = ablated(load_arrays(folder) if settings.methods != ("00",) else None, settings.ablate)
+    stops = frozenset({tiny.END})
+    if checkpoint:
+        check_fit(checkpoint[0], config.vocab_size, config.hidden_size, config.num_hidden_layers, stops)
     heads = read_heads(folder, checkpoint[0], manifest) if checkpoint else Heads()
 
     @contextmanager
@@ -59,7 +63,7 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
         return Engine(target, drafter, path_logits, [], {})
 
     return Model(
-        stop_ids=frozenset({tiny.END}),
+        stop_ids=stops,
         max_positions=config.max_position_embeddings,
         block_size=checkpoint[0].block_size if checkpoint else 1,
         encode_prompt=tiny.encode,

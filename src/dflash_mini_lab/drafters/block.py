@@ -3,6 +3,9 @@
 Fused target features enter every layer as keys and values (arXiv 2602.06036). The context never contains the anchor's own
 feature, which does not exist yet; its keys and values are kept and grow by the kept rows of each round, the block's own are
 overwritten. Weights in the published layout (layout.py); the embedding and the LM head are the target's, frozen.
+
+A drafter with a width of its own projects the embeddings, and its output projection is multiplied into the head's rows once: a
+draft then reads a head as narrow as the drafter. One with a feature window attends to the last positions of its context only.
 """
 from __future__ import annotations
 
@@ -134,6 +137,8 @@ class BlockDrafter:
         self.draft_ids = ids.cpu().numpy()
         """On the host: the target's id of every column of a draft's logits."""
         sources = {"fc": tensors["fc.weight"], "head": head_weight}
+        if config.target_hidden_size:
+            sources |= {"input": tensors["input.weight"], "head": head_weight @ tensors["output.weight"]}
         for index in range(config.layers):
             sources |= _fused_weights(config, tensors, index)
         sources["context_kv"] = _context_weights(config, tensors)
@@ -147,7 +152,7 @@ class BlockDrafter:
         self.plans: list[LinearPlan] = list(new.values())
         plans = {**known, **new}
         linear = {name: PackedLinear(weight, None, plans[tuple(weight.shape)]) for name, weight in sources.items()}
-        self.fc, self.head = linear["fc"], linear["head"]
+        self.fc, self.head, self.input = linear["fc"], linear["head"], linear.get("input")
         self.context_kv = linear["context_kv"]
         """Every layer's key rows, then every layer's value rows, again: context tokens need no query and no layer order."""
         self.hidden_norm, self.norm = (RMSNorm(tensors[name], config.eps) for name in ("hidden_norm.weight", "norm.weight"))
@@ -205,7 +210,10 @@ class BlockSession:
         ids = torch.full((rows,), config.mask_token_id, device=d.embedding.device)
         ids[0] = committed[-1]
         x = F.embedding(ids, d.embedding)[None]
+        if d.input:
+            x = d.input(x)
         start, end = self.length, self.length + rows
+        first = max(start - config.window, 0) if config.window else 0
         rotation = d.rotation[start:end].view(rows, 1, -1)
         heads, kv_heads, groups = config.heads, config.kv_heads, config.heads // config.kv_heads
         for layer, memory in zip(d.layers, self.memory, strict=True):
@@ -215,7 +223,7 @@ class BlockSession:
             memory[0, :, :, start:end] = k.transpose(1, 2)
             memory[1, :, :, start:end] = v.transpose(1, 2)
             q = q.view(1, rows, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).reshape(1, kv_heads, groups * rows, -1)
-            mixed = F.scaled_dot_product_attention(q, memory[0, :, :, :end], memory[1, :, :, :end])
+            mixed = F.scaled_dot_product_attention(q, memory[0, :, :, first:end], memory[1, :, :, first:end])
             mixed = mixed.view(1, kv_heads, groups, rows, -1).permute(0, 3, 1, 2, 4).reshape(1, rows, -1)
             x = x + layer.out(mixed)
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
@@ -234,13 +242,15 @@ class BlockSession:
         return self.drafter.crossings.array((total / len(committed)).float())
 
     def _read_context(self, features: Tensor) -> None:
-        rows = features.shape[0]
-        if not rows:
+        if not len(features):
             return
         d, config = self.drafter, self.drafter.config
+        end = self.length + len(features)
+        features = features[-config.window :] if config.window else features  # of a long prompt, no block sees the others
+        rows = len(features)
         fused = d.hidden_norm(d.fc(features))
         self.context = fused[-1]
-        start, end = self.length, self.length + rows
+        start = end - rows
         k, v = d.context_kv(fused).view(rows, 2, -1, config.head_dim).unbind(1)
         k = rotate(d.context_k_norm(k), d.rotation[start:end].view(rows, 1, -1))
         self._memory[0, :, start:end] = k.transpose(0, 1)

@@ -82,7 +82,8 @@ class NumpyBlockDrafter:
         ids = tensors.get(DRAFT_TO_TARGET)
         self.draft_ids = np.arange(len(head_weight)) if ids is None else ids.astype(np.int64)
         """The target's id of every column of a draft's logits."""
-        self.head = np.ascontiguousarray(head_weight[self.draft_ids].T)
+        head = head_weight[self.draft_ids]
+        self.head = np.ascontiguousarray((head @ tensors["output.weight"] if config.target_hidden_size else head).T)
         self.rotation = rotation_table(config.rope_theta, config.head_dim, max_positions + config.block_size)
         self.weights = {name: np.ascontiguousarray(t.T) for name, t in tensors.items() if name != DRAFT_TO_TARGET}
         """Matrices as `[in, out]`."""
@@ -138,13 +139,16 @@ class NumpyBlockSession:
         d, config = self.drafter, self.drafter.config
         rows, groups = config.block_size, config.heads // config.kv_heads
         x = d.embedding[[committed[-1], *[config.mask_token_id] * (rows - 1)]]
+        if config.target_hidden_size:
+            x = d.linear(x, "input")
         start, end = self.length, self.length + rows
+        first = max(start - config.window, 0) if config.window else 0
         for index in range(config.layers):
             layer = f"layers.{index}."
             normed = d.norm(x, layer + "input_layernorm")
             q = d.turned(normed, layer, "q", start).reshape(config.kv_heads, groups, rows, -1)
             self._remember(index, normed, start)
-            keys, values = self.memory[index, :, :, None, :end]
+            keys, values = self.memory[index, :, :, None, first:end]
             mixed = softmax(q @ keys.swapaxes(-1, -2) * config.head_dim**-0.5) @ values
             mixed = mixed.reshape(config.heads, rows, -1).transpose(1, 0, 2).reshape(rows, -1)
             x = x + d.linear(mixed, layer + "self_attn.o_proj")

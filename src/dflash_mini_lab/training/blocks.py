@@ -14,8 +14,9 @@ from dflash_mini_lab.training.shards import Sequence
 
 @dataclass(frozen=True)
 class Blocks:
-    """features `[N, tokens, taps · hidden]`; anchors, anchor_ids `[N, A]`; labels `[N, A, S]` in target ids or UNTRAINED;
-    likely_ids, likely `[N, A, S, candidates]`: what the target held likeliest at each slot, given the true tokens before it."""
+    """features `[N, tokens, taps · F]`, F the target's width; anchors, anchor_ids `[N, A]`; labels `[N, A, S]` target ids or
+    UNTRAINED; likely_ids, likely `[N, A, S, candidates]`: what the target held likeliest at each slot, given the true tokens
+    before it."""
 
     features: Tensor
     anchors: Tensor
@@ -51,7 +52,7 @@ def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generat
 
 
 def block_embeddings(blocks: Blocks, embedding: Tensor, config: DrafterConfig) -> Tensor:
-    """The drafter's input `[N, A, B, hidden]`, float32: the target's embedding of `[anchor, MASK × S]`."""
+    """The drafter's input `[N, A, B, F]`, float32: the target's embedding of `[anchor, MASK × S]`."""
     anchor = embedding[blocks.anchor_ids][:, :, None]
     mask = embedding[config.mask_token_id].expand(*blocks.anchor_ids.shape, config.block_size - 1, -1)
     return torch.cat([anchor, mask], dim=2).float()

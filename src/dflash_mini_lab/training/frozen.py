@@ -79,7 +79,8 @@ class FrozenDrafter:
         self.model.load_state_dict({name: tensor.float() for name, tensor in checkpoint.items() if name != DRAFT_TO_TARGET})
         self.model.requires_grad_(False).eval().to(self.device)
         self.embedding = target["embedding"].detach()
-        self.head_weight = target["head"].detach()[self.draft_to_target].to(dtype).contiguous()
+        head = target["head"].detach()[self.draft_to_target].float()
+        self.head_weight = self.model.scoring_rows(head).to(dtype).contiguous()
 
     @torch.no_grad()
     def draft(self, blocks: Blocks, candidates: int) -> Drafted:

@@ -20,10 +20,14 @@ class TrainableDrafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.hidden_size * len(config.taps), config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.feature_size * len(config.taps), config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.eps)
+        self.input = self.output = None
+        if config.target_hidden_size:
+            self.input = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
+            self.output = nn.Linear(config.hidden_size, config.target_hidden_size, bias=False)
         frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
         for module in self.modules():
@@ -31,23 +35,29 @@ class TrainableDrafter(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, features: Tensor, block_embeddings: Tensor, anchors: Tensor) -> Tensor:
-        """Final slot states `[sequences, blocks, S, hidden]`.
+        """Final slot states `[sequences, blocks, S, hidden]`; F below is the target's width.
 
-        features `[sequences, tokens, taps · hidden]`, right-padded (no block reaches past its anchor, so padding is never seen);
-        block_embeddings `[sequences, blocks, B, hidden]` of `[anchor, MASK × S]`; anchors `[sequences, blocks]` positions.
-        A block sees the context strictly before its anchor, and itself.
+        features `[sequences, tokens, taps · F]`, right-padded (no block reaches past its anchor, so padding is never seen);
+        block_embeddings `[sequences, blocks, B, F]` of `[anchor, MASK × S]`; anchors `[sequences, blocks]` positions.
+        A block sees the context strictly before its anchor, as far back as the window reaches, and itself.
         """
         sequences, tokens, _ = features.shape
-        _, blocks, size, hidden = block_embeddings.shape
+        _, blocks, size, _ = block_embeddings.shape
         context = self.hidden_norm(self.fc(features).float())
-        x = block_embeddings.reshape(sequences, blocks * size, hidden)
+        x = block_embeddings.flatten(1, 2)
+        if self.input is not None:
+            x = self.input(x).float()
         positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).reshape(sequences, -1)
         context_rotation = self._rotation(torch.arange(tokens, device=anchors.device)[None])
         block_rotation = self._rotation(positions)
-        mask = block_mask(tokens, anchors, size)
+        mask = block_mask(tokens, anchors, size, self.config.window)
         for layer in self.layers:
             x = layer(x, context, mask, block_rotation, context_rotation)
-        return self.norm(x.view(sequences, blocks, size, hidden)[:, :, 1:])
+        return self.norm(x.view(sequences, blocks, size, -1)[:, :, 1:])
+
+    def scoring_rows(self, head: Tensor) -> Tensor:
+        """Rows of the target's head `[V, F]` as slot states are multiplied by them, `[V, hidden]`."""
+        return head if self.output is None else head @ self.output.weight
 
     def _rotation(self, positions: Tensor) -> Rotation:
         angles = positions[..., None].float() * self.frequencies
@@ -107,15 +117,23 @@ class _MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def block_mask(tokens: int, anchors: Tensor, size: int) -> Tensor:
-    """Additive `[sequences, 1, blocks · size, tokens + blocks · size]`: context before the anchor, and the block itself."""
+def block_mask(tokens: int, anchors: Tensor, size: int, window: int | None = None) -> Tensor:
+    """Additive `[sequences, 1, blocks · size, tokens + blocks · size]`: the `window` positions before the anchor (None: all), and
+    the block itself."""
     sequences, blocks = anchors.shape
-    sees_context = torch.arange(tokens, device=anchors.device) < anchors[..., None]
+    back = anchors[..., None] - torch.arange(tokens, device=anchors.device)
+    sees_context = (back > 0) & (back <= (window or tokens))
     sees_context = sees_context[:, :, None].expand(-1, -1, size, -1).reshape(sequences, blocks * size, tokens)
     block = torch.arange(blocks * size, device=anchors.device) // size
     same = (block[:, None] == block[None, :]).expand(sequences, -1, -1)
     allowed = torch.cat([sees_context, same], dim=-1)
     return torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, float("-inf"))[:, None]
+
+
+def principal_directions(rows: Tensor, count: int) -> Tensor:
+    """`rows [n, size]` → orthonormal `[size, count]`, the directions in which the rows differ most, the first of them last."""
+    centred = rows.float() - rows.float().mean(0)
+    return torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -count:]
 
 
 def _rotate_half(x: Tensor, rotation: Rotation) -> Tensor:

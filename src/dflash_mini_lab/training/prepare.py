@@ -21,10 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash_mini_lab import artifacts
-from dflash_mini_lab.catalog import resolve
+from dflash_mini_lab.catalog import Entry, resolve
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.drafters.checkpoint import CONFIG_FILE, TENSOR_FILE, DrafterConfig, load_checkpoint, save_checkpoint
+from dflash_mini_lab.drafters.layout import check_fit, vocabulary_digest
 from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.measurement.gpu import full_memory_explained
@@ -50,8 +51,6 @@ REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 8, 48
 FEWEST_SEQUENCES = 16
 LONGEST_SEQUENCE = 1024
 """Tokens of a prompt and its answer; a target with a shorter context sets its own limit."""
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-TRAIN_SEEDS = BENCHMARKS / "train_seeds.json"
 PROVENANCE_FILE, STATE_FILE, PROMPTS_FILE = "provenance.json", "prepare-state.json", "own-prompts.json"
 MADE_FOR_FILE = "made-for.json"
 ANSWERS, HELD_OUT = "answers", "held-out"
@@ -82,12 +81,14 @@ def prepare(settings: Settings) -> Path:
         )
     work = settings.cache / "prepare" / entry.name
     work.mkdir(parents=True, exist_ok=True)
-    mask = choose_mask_token(loaded.tokenizer, loaded.stop_ids, loaded.vocabulary)
-    config = drafter_config(recipe, loaded.config, entry.name, mask, loaded.config.vocab_size)
+    rows = loaded.config.vocab_size
+    mask = choose_mask_token(loaded.tokenizer, loaded.stop_ids, loaded.vocabulary, rows)
+    config = drafter_config(recipe, loaded.config, entry.name, mask, rows)
+    check_fit(config, rows, loaded.config.hidden_size, loaded.config.num_hidden_layers, loaded.stop_ids)
     weights = {path.name: artifacts.sha256(path) for path in sorted(where.glob("*.safetensors"))}
     refuse_other_work(work, {"drafter": config.as_json(), "weights": weights})
     say(f"Preparing a drafter for {entry.name}: {recipe.minutes:g} minutes, kept in {work} (interrupt and go on as you like).")
-    collect(loaded, config, recipe, work)
+    collect(loaded, entry, config, recipe, work)
     kept = device == "cpu" and have_features(work / ANSWERS) and have_features(work / HELD_OUT)
     features = None if kept else ComputedFeatures(_decoder(loaded), config.taps)
     training, held_out = (read_sequences(work / part, device, features) for part in (ANSWERS, HELD_OUT))
@@ -120,17 +121,20 @@ def prepare(settings: Settings) -> Path:
         "dtype": dtype,
         "torch": torch.__version__,
         "target_weights": weights,
-        "started_from": artifacts.sha256(earlier) if start else "the target's own last layers",
+        "started_from": artifacts.sha256(earlier) if start else "the target's own weights",
         "sequences": len(training),
         "answer_tokens": sum(sequence.answer_tokens for sequence in training),
         "draft_vocabulary_coverage": _coverage(draft_to_target, held_out),
         "wall_minutes_of_last_session": round((time.monotonic() - began) / 60, 1),
         "last_look": look,
     }
+    config = replace(config, tokenizer_sha256=vocabulary_digest(loaded.tokenizer.get_vocab()))
     write_artifacts(folder, entry.name, config, checkpoint, provenance, work / LOG_FILE)
     add_heads(folder, training, held_out, tensors, recipe, recipe.minutes * 60 * recipe.heads_share, work)
     reached = [look[name] or "not measured, too few answers" for name in ("held_out_tau", "real_loop_tau")]
     say(f"Held-out acceptance length τ {reached[0]}, in the real loop {reached[1]}. Artifacts: {folder}")
+    if coverage := provenance["draft_vocabulary_coverage"]:
+        say(f"The draft vocabulary of {len(draft_to_target)} tokens has {coverage:.1%} of the held-out answers' tokens.")
     return folder
 
 
@@ -141,7 +145,8 @@ def _earlier_drafter(target: str, config: DrafterConfig) -> tuple[Path, dict[str
     if not path.is_file():
         return path, None
     found, tensors = load_checkpoint(folder)
-    return path, tensors if replace(found, block_size=config.block_size) == config else None
+    same = replace(found, block_size=config.block_size, tokenizer_sha256=config.tokenizer_sha256) == config
+    return path, tensors if same else None
 
 
 def refuse_other_work(work: Path, made_for: dict[str, Any]) -> None:
@@ -156,8 +161,9 @@ def refuse_other_work(work: Path, made_for: dict[str, Any]) -> None:
             raise UserError(f"{work}: was begun with other {name}; remove that folder to start anew.")
 
 
-def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: Path) -> None:
-    """Fill `work/answers` until the data's share of the time is used up; earlier sessions' time counts."""
+def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: Recipe, work: Path) -> None:
+    """Fill `work/answers` until the data's share of the time is used up; earlier sessions' time counts. The entry's training
+    texts are used, and none of its prompts."""
     seconds = recipe.minutes * 60 * recipe.data_share
     spent = _read_state(work)
     if spent >= seconds:
@@ -168,7 +174,7 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     decoder = _decoder(loaded)
     began = time.monotonic() - spent
     own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * recipe.own_prompts_share)
-    measured = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
+    measured = [prompt for path in (entry.prompt_file, entry.calibration_file) for prompt in load_prompts(path)]
 
     def encoded(texts: Iterable[str]) -> dict[str, list[int]]:
         wanted = list(dict.fromkeys(not_held_out(list(texts), measured)))
@@ -176,7 +182,7 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
 
     prompts = encoded(own)
     held_out = {text: prompts.pop(text) for text in hold_out(prompts, recipe.held_out_prompts)}
-    prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", TRAIN_SEEDS, recipe.seed))
+    prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", entry.training_file, recipe.seed))
     rows = _batch(decoder, recipe, max(map(len, (*prompts.values(), *held_out.values())), default=1))
     answers = [(ANSWERS, batch) for batch in equal_length_batches(list(prompts.values()), rows, recipe.seed)]
     judges = [(HELD_OUT, batch) for batch in equal_length_batches(list(held_out.values()), rows, recipe.seed, 1)]

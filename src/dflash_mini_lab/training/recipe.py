@@ -17,6 +17,12 @@ class Recipe:
     taps: int = 5
     tap_layers: tuple[int, ...] | None = None
     """None: `taps` layers spread over the target."""
+    width: int | None = None
+    """The drafter's own hidden size, if the target's is larger. None: the target's, with its heads and layers to start from."""
+    heads: int = 8
+    """Of attention, where the drafter has a width of its own."""
+    window: int | None = None
+    """Context positions that a block sees. None: all."""
     draft_vocabulary: int = 8192
     answer_tokens: int = 128
     own_prompt_tokens: int = 80
@@ -39,7 +45,10 @@ class Recipe:
     seed: int = 7
 
 
-RECIPES = {"smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0, learning_rate=1e-3)}
+RECIPES = {
+    "smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0, learning_rate=1e-3),
+    "qwen3-0.6b": Recipe(tap_layers=(4, 14, 27), width=256, heads=8, window=16),
+}
 """Targets whose recipe differs from the default."""
 ON_CUDA: dict[str, Any] = {
     "teacher_batch": 2048,
@@ -62,16 +71,23 @@ def recipe_for(target: str, device: str) -> Recipe:
 
 
 def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_token_id: int, vocabulary: int) -> DrafterConfig:
-    """A drafter as wide as the target's own layers, with taps spread from the second layer to the third-last."""
-    layers = target_config.num_hidden_layers
-    heads, kv_heads = target_config.num_attention_heads, target_config.num_key_value_heads
+    """The recipe's drafter. Unless it says otherwise: as wide as the target's own layers, with taps spread from the second layer
+    to the third-last."""
+    layers, target_width = target_config.num_hidden_layers, target_config.hidden_size
+    width = min(recipe.width or target_width, target_width)
+    if width < target_width:
+        heads = kv_heads = recipe.heads
+        head_dim = width // heads
+    else:
+        heads, kv_heads = target_config.num_attention_heads, target_config.num_key_value_heads
+        head_dim = getattr(target_config, "head_dim", None) or width // heads
     return DrafterConfig(
-        hidden_size=target_config.hidden_size,
-        intermediate_size=min(target_config.intermediate_size, 8 * target_config.hidden_size // 3 // 64 * 64 or 64),
+        hidden_size=width,
+        intermediate_size=min(target_config.intermediate_size, 8 * width // 3 // 64 * 64 or 64),
         layers=recipe.layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
+        head_dim=head_dim,
         block_size=recipe.block_size,
         taps=recipe.tap_layers or spread_taps(layers, recipe.taps),
         mask_token_id=mask_token_id,
@@ -80,6 +96,8 @@ def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_to
         eps=float(getattr(target_config, "rms_norm_eps", None) or target_config.norm_eps),
         rope_theta=(target_config.rope_parameters or {}).get("rope_theta", 10000.0),
         target_name=target_name,
+        target_hidden_size=target_width if width < target_width else None,
+        window=recipe.window,
     )
 
 
@@ -94,9 +112,10 @@ def spread_taps(layers: int, taps: int) -> tuple[int, ...]:
     return tuple(sorted({round(first + index * (last - first) / (count - 1)) for index in range(count)}))
 
 
-def choose_mask_token(tokenizer: Any, stop_ids: frozenset[int], vocabulary: int) -> int:
+def choose_mask_token(tokenizer: Any, stop_ids: frozenset[int], vocabulary: int, rows: int) -> int:
     """An existing, otherwise unused row of the embedding: the last special token that is neither a stop nor part of the chat
-    template, else the last id below `vocabulary` (rows of the embedding). Raises UserError where there is none."""
+    template; else the first of the `rows` that lies beyond the tokenizer's `vocabulary`; else its last id. Raises UserError where
+    there is none."""
     template = tokenizer.chat_template or ""
     special = [
         (identity, str(token))
@@ -107,7 +126,7 @@ def choose_mask_token(tokenizer: Any, stop_ids: frozenset[int], vocabulary: int)
     for identity, _ in special:
         if identity not in taken:
             return identity
-    last = vocabulary - 1
+    last = vocabulary if vocabulary < rows else vocabulary - 1
     if last in stop_ids or last in taken or last < 0:
         raise UserError("No row of the embedding is free to serve as the drafter's mask token.")
     return last
