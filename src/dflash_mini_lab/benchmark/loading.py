@@ -57,7 +57,7 @@ def load_model(settings: Settings, say: Say) -> Model:
 
         require_memory(entry.name, facts["parameters"], settings.dtype)
     manifest = artifacts.manifest_of(folder, entry.name) if folder else None
-    checkpoint = ablated(_read_drafter(folder), settings.ablate)
+    checkpoint = unpadded(ablated(_read_drafter(folder), settings.ablate), loaded.vocabulary)
     heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
     keep_stock = bool(settings.peers)
 
@@ -76,7 +76,7 @@ def load_model(settings: Settings, say: Say) -> Model:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
             drafter = BlockDrafter(
-                *checkpoint, embedding, head, capacity, measure, target.plans, heads=heads, crossings=target.crossings
+                *checkpoint, embedding, head[: loaded.vocabulary], capacity, measure, target.plans, heads=heads, crossings=target.crossings
             )
         block_size, taps = (drafter.block_size, drafter.taps) if drafter else (1, ())
         decode = target.prepare_steps(range(1, max(block_size, SMALLEST_WIDEST) + 1), taps)
@@ -97,8 +97,9 @@ def load_model(settings: Settings, say: Say) -> Model:
         stock=stock,
         build=build,
         target_facts=facts,
-        drafter_facts=drafter_facts(entry, folder, checkpoint, heads, manifest) if folder and checkpoint else None,
+        drafter_facts=drafter_facts(entry, folder, checkpoint, heads, manifest, loaded.vocabulary) if folder and checkpoint else None,
         heads=heads,
+        vocabulary=loaded.vocabulary,
         device=settings.device,
     )
 
@@ -118,6 +119,15 @@ def ablated(checkpoint: Checkpoint | None, ablations: Sequence[str]) -> Checkpoi
         raise UserError(f"--ablate {FULL_VOCABULARY}: {what}; leave it out.")
     config, tensors = checkpoint
     return config, {name: tensor for name, tensor in tensors.items() if name != DRAFT_TO_TARGET}
+
+
+def unpadded(checkpoint: Checkpoint | None, vocabulary: int) -> Checkpoint | None:
+    """The drafter without the columns of its reduced vocabulary that the target may not emit."""
+    if checkpoint is None or DRAFT_TO_TARGET not in checkpoint[1]:
+        return checkpoint  # it scores the target's own head, of which it is given no padded row
+    config, tensors = checkpoint
+    ids = tensors[DRAFT_TO_TARGET]
+    return config, {**tensors, DRAFT_TO_TARGET: ids[ids < vocabulary]}
 
 
 def read_heads(folder: Path, config: Any, manifest: artifacts.Manifest | None) -> Heads:
@@ -143,9 +153,10 @@ def target_facts(
 
 
 def drafter_facts(
-    entry: Entry, folder: Path, checkpoint: Checkpoint, heads: Heads, manifest: artifacts.Manifest | None
+    entry: Entry, folder: Path, checkpoint: Checkpoint, heads: Heads, manifest: artifacts.Manifest | None, vocabulary: int
 ) -> dict[str, Any]:
-    """The `drafter` entry of benchmark.json, with every file that the manifest pins, and the drafter as it runs."""
+    """The `drafter` entry of benchmark.json, with every file that the manifest pins, and the drafter as it runs on a target of
+    `vocabulary` ids that may be emitted."""
     from dflash_mini_lab.drafters.heads import head_facts
 
     files = manifest.files if manifest else ()
@@ -156,7 +167,7 @@ def drafter_facts(
         "block_size": config.block_size,
         "taps": list(config.taps),
         "layers": config.layers,
-        "draft_vocabulary": len(tensors[DRAFT_TO_TARGET]) if DRAFT_TO_TARGET in tensors else config.vocabulary,
+        "draft_vocabulary": len(tensors[DRAFT_TO_TARGET]) if DRAFT_TO_TARGET in tensors else vocabulary,
         "parameters": sum(prod(tensor.shape) for name, tensor in tensors.items() if name != DRAFT_TO_TARGET),
         "provenance": _provenance(folder),
         "heads": head_facts(heads),

@@ -77,6 +77,9 @@ class LibrarySession:
     def prefill(self) -> int:
         first = self._extend(self.prompt_ids, last_only=True)[-1]
         if self.recording:
+            if not self.cache.is_croppable:
+                kinds = ", ".join(sorted({type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable}))
+                raise UserError(f"This model's cache cannot be rolled back: {kinds} of transformers keeps no history.")
             self.keep(len(self.prompt_ids))
         return first
 
