@@ -37,10 +37,10 @@ class Entry:
 
     name: str
     """Names its folders under `artifacts/` and in the cache: letters, digits, dots and dashes only."""
-    kind: Literal["embedded", "hub", "folder", "repository"]
-    """`repository`: weights and drafter lie in `artifacts/` together, pinned by one manifest."""
+    kind: Literal["embedded", "hub", "folder", "gguf", "repository"]
+    """`gguf`: one file of a user's own; `repository`: weights and drafter lie in `artifacts/` together, pinned by one manifest."""
     source: str
-    """What `from_pretrained` takes: a hub id or a folder; for an embedded target the wheel, for people to read."""
+    """A hub id, a folder or a GGUF file; for an embedded target the wheel, for people to read."""
     license: str | None
     """None: unknown to the lab."""
     prompt_format: Literal["chat", "plain"] | None
@@ -98,7 +98,7 @@ TARGETS: dict[str, Entry] = {
 
 
 def resolve(target: str) -> Entry:
-    """The entry for a name of the table, an existing folder with a `config.json`, or a hub id `owner/model`, in this order.
+    """The entry for a name of the table, an existing folder or GGUF file, or a hub id `owner/model`, in this order.
 
     Raises UserError that lists the known names.
     """
@@ -107,14 +107,18 @@ def resolve(target: str) -> Entry:
     path = Path(target).expanduser()
     if path.is_dir():
         return of_folder(path)
-    if looks_like_a_path(target):
-        raise UserError(f"--target {target}: there is no such folder.")
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return of_place(path, "gguf")
+    if path.is_file():
+        raise UserError(f"--target {target}: is a file, but no .gguf; other models are folders.")
+    if looks_like_a_path(target) or path.suffix.lower() == ".gguf":
+        raise UserError(f"--target {target}: there is no such folder or file.")
     if HUB_ID.fullmatch(target) and ".." not in target:
         return of_hub(target)
     near = difflib.get_close_matches(target.lower(), TARGETS, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise UserError(
-        f"--target {target}: unknown.{hint} Known: {', '.join(TARGETS)}; a folder with a model, or a hub id such as "
+        f"--target {target}: unknown.{hint} Known: {', '.join(TARGETS)}; a folder with a model, a GGUF file, or a hub id such as "
         f"{TARGETS['qwen3-0.6b'].source}, works as well."
     )
 
@@ -127,13 +131,24 @@ def of_hub(hub_id: str) -> Entry:
 
 
 def of_folder(path: Path) -> Entry:
-    """The name carries a digest of the folder's place: two folders called `model` are two targets."""
-    if not (path / "config.json").is_file():
-        raise UserError(f"--target {path}: the folder has no config.json, so it holds no model that transformers could load.")
+    """A folder with a `config.json`, or with one GGUF file and nothing else that transformers could load."""
+    if (path / "config.json").is_file():
+        return of_place(path, "folder")
+    found = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if len(found) == 1:
+        return of_place(found[0], "gguf")
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise UserError(f"--target {path}: the folder has several GGUF files ({names}): name one of them.")
+    raise UserError(f"--target {path}: the folder has no config.json, so it holds no model that transformers could load.")
+
+
+def of_place(path: Path, kind: Literal["folder", "gguf"]) -> Entry:
+    """The name carries a digest of the place: two folders called `model` are two targets."""
     place = str(path.resolve())
     label = re.sub(r"[^A-Za-z0-9.-]+", "-", path.resolve().name).strip("-.")[:60] or "model"
     name = f"{label}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
-    return Entry(name=name, kind="folder", source=place, license=None, prompt_format=None)
+    return Entry(name=name, kind=kind, source=place, license=None, prompt_format=None)
 
 
 def looks_like_a_path(target: str) -> bool:

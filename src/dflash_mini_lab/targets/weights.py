@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dflash_mini_lab.catalog import TARGETS, Entry
-from dflash_mini_lab.targets.embedded import ensure_embedded
+from dflash_mini_lab.targets.embedded import ensure_embedded, ensure_gguf
 from dflash_mini_lab.types import UserError
 
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
@@ -21,6 +21,8 @@ def fetch(entry: Entry, cache: Path, say: Callable[[str], None]) -> Path:
     """
     if entry.kind == "embedded":
         return ensure_embedded(entry, cache, say)
+    if entry.kind == "gguf":
+        return ensure_gguf(entry, cache, say)
     if entry.kind == "folder":
         return Path(entry.source)
     return fetch_from_hub(entry, say)
