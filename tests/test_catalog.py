@@ -34,6 +34,17 @@ def test_the_hub_id_of_a_known_target_shares_its_artifacts() -> None:
     assert resolve("Qwen/Qwen3-0.6B-Base") is TARGETS["qwen3-0.6b"]
 
 
+def test_a_revision_is_another_target_with_artifacts_of_its_own() -> None:
+    known, other = TARGETS["lfm2.5-350m"], resolve("LiquidAI/LFM2.5-350M-Base@refs/pr/2")
+    assert (other.source, other.revision, other.prompt_format) == (known.source, "refs/pr/2", known.prompt_format)
+    assert other.name == "lfm2.5-350m--refs-pr-2"
+    assert resolve("owner/model@v1").name == "owner--model--v1"
+    assert resolve("owner/model").revision is None
+    for bad in ("owner/model@", "owner/model@-x", "owner/model@a@b", "owner/model@a..b"):
+        with pytest.raises(UserError):
+            resolve(bad)
+
+
 def test_a_folder_is_a_target_with_a_name_of_its_place(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         (tmp_path / parent / "mon modèle").mkdir(parents=True)

@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from dflash_mini_lab.settings import TINY_TARGET
 from dflash_mini_lab.types import UserError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Entry:
     prompt_format: Literal["chat", "plain"] | None
     """None: chat if the tokenizer has a chat template."""
     wheel: Wheel | None = None
+    revision: str | None = None
+    """Commit, branch or tag of a hub repository; None: its main branch. What it resolved to, benchmark.json records."""
     backend: Literal["torch", "numpy"] = "torch"
     prompts: str = "benchmarks"
     """Folder, from the repository's root, of its prompts, its calibration prompts and its training texts."""
@@ -98,7 +101,8 @@ TARGETS: dict[str, Entry] = {
 
 
 def resolve(target: str) -> Entry:
-    """The entry for a name of the table, an existing folder or GGUF file, or a hub id `owner/model`, in this order.
+    """The entry for a name of the table, an existing folder or GGUF file, or a hub id `owner/model` (`@revision` may follow),
+    in this order.
 
     Raises UserError that lists the known names.
     """
@@ -111,10 +115,13 @@ def resolve(target: str) -> Entry:
         return of_place(path, "gguf")
     if path.is_file():
         raise UserError(f"--target {target}: is a file, but no .gguf; other models are folders.")
-    if looks_like_a_path(target) or path.suffix.lower() == ".gguf":
+    hub_id, at, revision = target.partition("@")
+    if looks_like_a_path(hub_id) or path.suffix.lower() == ".gguf":
         raise UserError(f"--target {target}: there is no such folder or file.")
-    if HUB_ID.fullmatch(target) and ".." not in target:
-        return of_hub(target)
+    if HUB_ID.fullmatch(hub_id) and ".." not in target:
+        if at and not REVISION.fullmatch(revision):
+            raise UserError(f"--target {target}: {revision!r} is no revision; a commit, a branch or a tag follows the @.")
+        return of_hub(hub_id, revision or None)
     near = difflib.get_close_matches(target.lower(), TARGETS, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise UserError(
@@ -123,11 +130,15 @@ def resolve(target: str) -> Entry:
     )
 
 
-def of_hub(hub_id: str) -> Entry:
-    for entry in TARGETS.values():
-        if entry.kind == "hub" and entry.source.lower() == hub_id.lower():
-            return entry  # the same model under its other name shares its artifacts
-    return Entry(name=hub_id.replace("/", "--"), kind="hub", source=hub_id, license=None, prompt_format=None)
+def of_hub(hub_id: str, revision: str | None = None) -> Entry:
+    """Weights of another revision than the table's are another target, with artifacts of its own."""
+    entry = Entry(name=hub_id.replace("/", "--"), kind="hub", source=hub_id, license=None, prompt_format=None)
+    for known in TARGETS.values():
+        if known.kind == "hub" and known.source.lower() == hub_id.lower():
+            entry = known  # the same model under its other name shares its artifacts
+    if revision in (None, entry.revision):
+        return entry
+    return replace(entry, name=f"{entry.name}--{re.sub(r'[^A-Za-z0-9.-]+', '-', revision)}", revision=revision)
 
 
 def of_folder(path: Path) -> Entry:

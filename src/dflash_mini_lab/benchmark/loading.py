@@ -16,6 +16,7 @@ from dflash_mini_lab.catalog import Entry, resolve
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig
 from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST
 from dflash_mini_lab.settings import FULL_LOGITS, FULL_VOCABULARY, STOCK_LINEAR, Settings
+from dflash_mini_lab.targets.weights import resolved_revision
 from dflash_mini_lab.types import Heads, UserError
 
 Say = Callable[[str], None]
@@ -145,6 +146,7 @@ def target_facts(
         "name": entry.name,
         "source": entry.source,
         "license": entry.license,
+        "revision": resolved_revision(where),
         **facts,
         **weights_facts(where, weights),
         "dtype": settings.dtype,

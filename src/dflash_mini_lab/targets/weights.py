@@ -30,12 +30,18 @@ def fetch(entry: Entry, cache: Path, say: Callable[[str], None]) -> Path:
 
 def fetch_from_hub(entry: Entry, say: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     name = entry.source
     others = ", ".join(other.name for other in TARGETS.values() if other.kind == "embedded")
     try:
-        return Path(snapshot_download(name, allow_patterns=list(NEEDED)))
+        return Path(snapshot_download(name, revision=entry.revision, allow_patterns=list(NEEDED)))
     except HFValidationError as error:
         raise UserError(f"--target {name}: no hub id ({error}).") from error
     except GatedRepoError as error:
@@ -44,9 +50,16 @@ def fetch_from_hub(entry: Entry, say: Callable[[str], None]) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise UserError(f"{name}: the hub has no such model, or it is private (then log in with `hf auth login`).") from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"{name}: the hub has no revision {entry.revision!r} of it.") from error
     except (LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         raise UserError(
-            f"{name}: not in the local cache, and the hub cannot be reached ({reason}). Pass a folder that holds the model: "
+            f"{name}{f' at {entry.revision}' if entry.revision else ''}: not in the local cache, and the hub cannot be reached ({reason}). Pass a folder that holds the model: "
             f"--target FOLDER. Only {others} needs no hub."
         ) from error
+
+
+def resolved_revision(folder: Path) -> str | None:
+    """The commit of a snapshot in the hub's cache; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
