@@ -64,8 +64,9 @@ def test_a_file_is_converted_once_and_again_where_it_or_its_copy_changed(tmp_pat
 def test_a_gguf_file_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
     save_gguf(tmp_path / "model.gguf", config_of("lfm2"))
-    words = ["--target", str(tmp_path / "model.gguf"), "--methods", "00", "--tokens", "6", "--repeats", "1", "--prompt-limit", "1"]
-    assert cli.main([*words, "--calibration-prompt-limit", "0", "--cpu-threads", "1", "--output-dir", str(tmp_path / "out")]) == 0
+    words = ["--target", str(tmp_path / "model.gguf"), "--methods", "00", "--tokens", "6", "--repeats", "1"]
+    words += ["--prompt-limit", "1", "--calibration-prompt-limit", "0", "--cpu-threads", "1"]
+    assert cli.main([*words, "--output-dir", str(tmp_path / "out")]) == 0
     benchmark = read(tmp_path / "out" / "benchmark.json")
     assert benchmark["gate"]["verdict"] == "exact"
     assert benchmark["target"]["source"] == str(tmp_path / "model.gguf")

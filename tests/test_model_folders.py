@@ -6,16 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from tests.tiny_folder import TOKENS, family_config, save_family, save_random_drafter
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
-from dflash_mini_lab import packed_linear
+from dflash_mini_lab import cli, packed_linear
+from dflash_mini_lab.benchmark.loading import unpadded
 from dflash_mini_lab.benchmark.run import run_benchmark
 from dflash_mini_lab.benchmark_file import Benchmark, read, schema_errors
 from dflash_mini_lab.catalog import resolve
 from dflash_mini_lab.drafters import block
+from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.targets import lean_build, library_target
 from dflash_mini_lab.targets.loading import load_target
+from dflash_mini_lab.training.recipe import Recipe, drafter_config
+from dflash_mini_lab.types import UserError
 
 PROMPT = "why is the sky " + " ".join("abcdefghijklm")  # longer than a window of 12
 LEAN = ("llama", "qwen2", "qwen3", "lfm2")
@@ -80,3 +84,51 @@ def test_a_run_in_any_number_format_obeys_the_gate(family: str, dtype: str, tmp_
     benchmark = run(folder, tmp_path, config, dtype=dtype)
     assert benchmark["target"]["dtype"] == dtype
     assert benchmark["gate"]["verdict"] in ("exact", "ties")
+
+
+@pytest.mark.slow
+def test_a_drafter_is_trained_for_a_model_that_runs_through_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
+    folder = save_family(tmp_path / "model", family_config("gemma3", vocab_size=TOKENS + 18))
+    assert cli.main(["--target", str(folder), "--prepare", "--prepare-minutes", "0.05", "--cpu-threads", "1"]) == 0
+    words = ["--target", str(folder), "--methods", "01,02", "--prompts", str(tmp_path / "prompts.txt"), "--tokens", "16"]
+    words += ["--repeats", "1", "--calibration-prompt-limit", "0", "--cpu-threads", "1"]
+    assert cli.main([*words, "--output-dir", str(tmp_path / "out")]) == 0
+    benchmark = read(tmp_path / "out" / "benchmark.json")
+    assert benchmark["gate"]["verdict"] == "exact"
+    assert benchmark["drafter"]["draft_vocabulary"] == TOKENS
+    assert max(emitted(benchmark) | proposed(benchmark)) < TOKENS
+
+
+def test_a_drafter_s_own_padded_columns_are_left_out() -> None:
+    config = drafter_config(Recipe(), family_config("llama"), "m", 3, 40)
+    for ids, kept in (([1, 5, 21, 22, 30], [1, 5, 21]), ([0, 2], [0, 2])):
+        _, tensors = unpadded((config, {DRAFT_TO_TARGET: torch.tensor(ids)}), TOKENS)
+        assert tensors[DRAFT_TO_TARGET].tolist() == kept
+
+
+# What is refused, by name.
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (AutoConfig.for_model("mamba"), "type 'mamba' cannot be rolled back: its layers fold every token into a recurrent state"),
+        (AutoConfig.for_model("jamba"), "type 'jamba' cannot be rolled back.* It would need the state after each row"),
+        (AutoConfig.for_model("rwkv"), "type 'rwkv' cannot be rolled back"),
+        (AutoConfig.for_model("qwen3_next"), "type 'qwen3_next' cannot be rolled back"),
+        (AutoConfig.for_model("t5"), "type 't5' is an encoder-decoder"),
+        (AutoConfig.for_model("bart"), "type 'bart' is an encoder-decoder"),
+        (AutoConfig.for_model("gemma3"), r"type 'gemma3' is multimodal \(vision beside text\).* \(type 'gemma3_text'\) may run"),
+        (AutoConfig.for_model("lfm2_vl"), r"type 'lfm2_vl' is multimodal \(vision beside text\)"),
+        (AutoConfig.for_model("bert"), "type 'bert' is an encoder: its tokens see those after them"),
+        (AutoConfig.for_model("vit"), "type 'vit' is no causal language model"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_what_cannot_be_run_is_refused_before_its_weights_are_read(config: PreTrainedConfig, words: str, tmp_path: Path) -> None:
+    config.save_pretrained(str(tmp_path))
+    with pytest.raises(UserError, match=f"a model of {words}"):
+        load_target("m", tmp_path)

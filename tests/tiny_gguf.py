@@ -17,7 +17,7 @@ def save_gguf(path: Path, config: PreTrainedConfig, leave_out: str = "") -> dict
     """Write `path`; returns the weights under transformers' names, as they are once the file's 8 bits are read back."""
     torch.manual_seed(9)
     model = AutoModelForCausalLM.from_config(config).eval()
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter, float(parameter.dim() == 1 and config.model_type != "gemma3_text"), 0.3)
     arch = NAMES[config.model_type]
     writer = gguf.GGUFWriter(path, arch)

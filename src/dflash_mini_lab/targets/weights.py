@@ -54,8 +54,9 @@ def fetch_from_hub(entry: Entry, say: Callable[[str], None]) -> Path:
         raise UserError(f"{name}: the hub has no revision {entry.revision!r} of it.") from error
     except (LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:200]
+        what = f"{name} at {entry.revision}" if entry.revision else name
         raise UserError(
-            f"{name}{f' at {entry.revision}' if entry.revision else ''}: not in the local cache, and the hub cannot be reached ({reason}). Pass a folder that holds the model: "
+            f"{what}: not in the local cache, and the hub cannot be reached ({reason}). Pass a folder that holds the model: "
             f"--target FOLDER. Only {others} needs no hub."
         ) from error
 

@@ -29,7 +29,7 @@ from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.prompts import load_prompts, not_held_out
 from dflash_mini_lab.settings import Settings
-from dflash_mini_lab.targets.lean_build import build_lean_decoder
+from dflash_mini_lab.targets.lean_build import unsupported_reason
 from dflash_mini_lab.targets.loading import LoadedTarget, load_target
 from dflash_mini_lab.targets.weights import fetch
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary
@@ -58,7 +58,7 @@ ANSWERS, HELD_OUT = "answers", "held-out"
 def prepare(settings: Settings) -> Path:
     """Train a drafter for `settings.target`; returns the artifact folder. Interrupted, the same command goes on.
 
-    Raises UserError where the target cannot be read, has no lean decoder, or the time given was too short for any data.
+    Raises UserError where the target cannot be read, or the time given was too short for any data.
     """
     entry = resolve(settings.target)
     recipe = replace(RECIPES.get(entry.name, Recipe()), seed=settings.seed)
@@ -69,11 +69,6 @@ def prepare(settings: Settings) -> Path:
     if settings.cpu_threads:
         torch.set_num_threads(settings.cpu_threads)
     loaded = load_target(entry.name, where, "bfloat16" if bfloat16_is_faster() else "float32", entry.prompt_format)
-    if loaded.path_reason:
-        raise UserError(
-            f"{entry.name}: a drafter cannot be trained here yet: {loaded.path_reason}. What can be measured without one: "
-            "--methods 00 --peers generate,prompt-lookup"
-        )
     work = settings.cache / "prepare" / entry.name
     work.mkdir(parents=True, exist_ok=True)
     mask = choose_mask_token(loaded.tokenizer, loaded.stop_ids, loaded.vocabulary)
@@ -154,8 +149,7 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     longest = min(LONGEST_SEQUENCE, loaded.config.max_position_embeddings) - recipe.answer_tokens
     if longest < 1:
         raise UserError(f"{loaded.where}: a context of {loaded.config.max_position_embeddings} tokens is too short to train on.")
-    decoder = build_lean_decoder(loaded.stock_model(), capacity=LONGEST_SEQUENCE, consume=True)
-    loaded.release_stock()
+    decoder = loaded.decoder(LONGEST_SEQUENCE)
     began = time.monotonic() - spent
     own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * OWN_PROMPTS_SHARE)
     measured = [p for name in ("prompts.json", "calibration_prompts.json") for p in load_prompts(BENCHMARKS / name)]
@@ -174,7 +168,11 @@ def collect(loaded: LoadedTarget, config: DrafterConfig, recipe: Recipe, work: P
     for index, (folder, batch) in enumerate(batches):
         path = work / folder / f"{index:05d}.safetensors"
         if not path.exists():
-            write_shard(path, continue_batch(decoder, batch, recipe.answer_tokens, sorted(loaded.stop_ids), config.taps))
+            stops = sorted(loaded.stop_ids)
+            answered = continue_batch(
+                decoder, batch, recipe.answer_tokens, stops, config.taps, vocabulary=loaded.vocabulary
+            )
+            write_shard(path, answered)
             spent = time.monotonic() - began
             _write_state(work, spent)
             bar.n = min(round(spent), bar.total)
@@ -195,8 +193,11 @@ def _own_texts(decoder: Any, loaded: LoadedTarget, recipe: Recipe, path: Path, u
 
 
 def target_tensors(model: Any, config: DrafterConfig) -> dict[str, Tensor]:
-    """What training needs of the target, float32: embedding, head, and its last layers under the drafter's names (`warm.`)."""
+    """What training needs of the target, float32: embedding, head, and its last layers under the drafter's names (`warm.`), where
+    they are such as the drafter's own; a drafter for another family begins at random."""
     tensors = {"embedding": model.get_input_embeddings().weight, "head": model.get_output_embeddings().weight}
+    if unsupported_reason(model.config):
+        return {name: tensor.detach().float() for name, tensor in tensors.items()}
     base = model.model
     final = getattr(base, "norm", None) or base.embedding_norm
     tensors["warm.norm.weight"] = final.weight

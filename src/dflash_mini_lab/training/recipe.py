@@ -43,10 +43,15 @@ RECIPES = {"smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0, 
 def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_token_id: int, vocabulary: int) -> DrafterConfig:
     """A drafter as wide as the target's own layers, with taps spread from the second layer to the third-last."""
     layers = target_config.num_hidden_layers
-    heads, kv_heads = target_config.num_attention_heads, target_config.num_key_value_heads
+    heads = target_config.num_attention_heads
+    kv_heads = getattr(target_config, "num_key_value_heads", None) or heads
+    rope = getattr(target_config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma's differ by the kind of layer
+    width = getattr(target_config, "intermediate_size", None) or 4 * target_config.hidden_size
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return DrafterConfig(
         hidden_size=target_config.hidden_size,
-        intermediate_size=min(target_config.intermediate_size, 8 * target_config.hidden_size // 3 // 64 * 64 or 64),
+        intermediate_size=min(width, 8 * target_config.hidden_size // 3 // 64 * 64 or 64),
         layers=recipe.layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -56,8 +61,8 @@ def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_to
         mask_token_id=mask_token_id,
         target_layers=layers,
         vocabulary=vocabulary,
-        eps=float(getattr(target_config, "rms_norm_eps", None) or target_config.norm_eps),
-        rope_theta=(target_config.rope_parameters or {}).get("rope_theta", 10000.0),
+        eps=float(next((value for name in names if (value := getattr(target_config, name, None))), 1e-6)),
+        rope_theta=rope.get("rope_theta", 10000.0),
         target_name=target_name,
     )
 
