@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from tools import random_target
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_mini_lab.catalog import TARGETS, resolve
 from dflash_mini_lab.training.recipe import RECIPES, Recipe
@@ -32,6 +35,17 @@ def test_a_hub_id_is_taken_as_it_is() -> None:
 
 def test_the_hub_id_of_a_known_target_shares_its_artifacts() -> None:
     assert resolve("Qwen/Qwen3-0.6B-Base") is TARGETS["qwen3-0.6b"]
+
+
+def test_a_revision_is_another_target_with_artifacts_of_its_own() -> None:
+    known, other = TARGETS["lfm2.5-350m"], resolve("LiquidAI/LFM2.5-350M-Base@refs/pr/2")
+    assert (other.source, other.revision, other.prompt_format) == (known.source, "refs/pr/2", known.prompt_format)
+    assert other.name == "lfm2.5-350m--refs-pr-2"
+    assert resolve("owner/model@v1").name == "owner--model--v1"
+    assert resolve("owner/model").revision is None
+    for bad in ("owner/model@", "owner/model@-x", "owner/model@a@b", "owner/model@a..b"):
+        with pytest.raises(UserError):
+            resolve(bad)
 
 
 def test_a_folder_is_a_target_with_a_name_of_its_place(tmp_path: Path) -> None:
@@ -66,6 +80,32 @@ def test_a_path_that_does_not_exist_is_not_mistaken_for_a_hub_id(path: str) -> N
 def test_what_is_neither_is_refused(bad: str) -> None:
     with pytest.raises(UserError):
         resolve(bad)
+
+
+def test_the_page_of_targets_counts_the_parameters_of_the_shapes() -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "targets.md").read_text(encoding="utf-8")
+    (row,) = (line for line in text.splitlines() if line.startswith("| parameters |"))
+    counted = {}
+    for name, shape in random_target.SHAPES.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+        counted[name] = sum(parameter.numel() for parameter in model.parameters())
+    assert re.findall(r"([\d,]+) \(counted in its shape\)", row) == [f"{count:,}" for count in counted.values()]
+    assert [name for name in TARGETS if name in counted] == list(counted)
+    for count, on_disk, in_memory in zip(
+        counted.values(), *(re.findall(rf"([\d,]+) MB \({size} bytes each\)", text) for size in (2, 4)), strict=True
+    ):
+        assert (on_disk, in_memory) == (f"{2 * count / 1e6:,.0f}", f"{4 * count / 1e6:,.0f}")
+
+
+def test_lfm2_5_s_shape_is_its_published_one() -> None:
+    config = AutoConfig.for_model(**random_target.SHAPES["lfm2.5-350m"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"] == [2, 5, 8, 10, 12, 14]
+    assert model.model.layers[0].feed_forward.w1.weight.shape == (4608, 1024), "two thirds of 6656, rounded up to 256s"
+    assert model.model.layers[0].conv.conv.weight.shape == (1024, 1, 3)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_the_page_of_targets_has_every_entry_as_the_table_has_it() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_lab import POSITIONS, VOCABULARY, encode, stock_model
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, WINDOWED, tiny_model
 
 from dflash_mini_lab.exactness import (
     Reference,
@@ -79,6 +79,15 @@ def test_logits_that_are_no_numbers_are_a_violation_that_can_still_be_written() 
     json.dumps(mismatch.as_json(str), allow_nan=False)
 
 
+def test_a_padded_row_of_the_head_is_a_violation_however_the_reference_likes_it() -> None:
+    """Token 2 is within a tie of the reference's own, but the target's vocabulary ends before it."""
+    stock, path = constructed(0.2)
+    assert (mismatch := judge(REFERENCE, (5, 2), stock, path)) is not None
+    assert mismatch.verdict == "tie"
+    assert (mismatch := judge(REFERENCE, (5, 2), stock, lambda tokens: path(tokens)[:, :2])) is not None
+    assert mismatch.verdict == "violation"
+
+
 def test_the_record_names_the_reference_top_two() -> None:
     mismatch = judge(REFERENCE, (5, 2), *constructed(0.2))
     assert mismatch is not None
@@ -94,7 +103,7 @@ def test_first_divergence(reference: list[int], tokens: list[int], position: int
     assert first_divergence(reference, tokens) == position
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 def test_the_reference_is_what_the_library_generates(family: str) -> None:
     model, prompt = tiny_model(family), [5, 9, 12, 40]
     ids = torch.tensor([prompt])
@@ -113,6 +122,15 @@ def test_the_reference_keeps_the_stop_token_and_nothing_after_it() -> None:
     stopped = reference_greedy(stock_model(), encode("hello"), 20, frozenset({stop}), POSITIONS)
     assert stopped.tokens == tokens[: tokens.index(stop) + 1]
     assert stopped.finish == "stop"
+
+
+def test_the_reference_chooses_among_the_vocabulary_alone() -> None:
+    prompt, whole = encode("hello"), reference_greedy(stock_model(), encode("hello"), 12, frozenset(), POSITIONS)
+    limit = max(whole.tokens)
+    narrowed = reference_greedy(stock_model(), prompt, 12, frozenset(), POSITIONS, limit)
+    assert max(token for top in narrowed.top2 for token in top.tokens) < limit
+    first = whole.tokens.index(limit)
+    assert narrowed.tokens[:first] == whole.tokens[:first]
 
 
 def test_the_reference_ends_with_the_context() -> None:

@@ -3,7 +3,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_models import FAMILIES, TAPS, random_ids, tiny_model, tiny_target
+from tests.tiny_models import FAMILIES, POSITIONS, TAPS, VOCABULARY, WINDOW, WINDOWED, random_ids, tiny_model, tiny_target
+from transformers import MambaConfig, MambaForCausalLM
+
+from dflash_mini_lab.targets.library_target import LibraryTarget
+from dflash_mini_lab.types import UserError
 
 
 def features_of(family: str, ids: list[int]) -> torch.Tensor:
@@ -15,14 +19,19 @@ def expected_rows(family: str, ids: list[int], rows: int) -> list[int]:
     return tiny_model(family)(torch.tensor([ids])).logits[0, -rows:].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("path", ["lean", "static", "library"])
-@pytest.mark.parametrize("family", FAMILIES)
+PATHS = [(family, path) for family in FAMILIES for path in ("lean", "static", "library")]
+PATHS += [(family, "library") for family in (*WINDOWED, "gpt2")]
+
+
+@pytest.mark.parametrize(("family", "path"), PATHS)
 @torch.inference_mode()
 def test_every_rejection_point_at_every_block_size_equals_a_fresh_prefill(family: str, path: str) -> None:
+    """A windowed family's sequences begin inside the window, cross its edge at every place, or begin far past it."""
     target = tiny_target(family, path)
     for block in range(2, 9):
         for first_kept in range(block + 1):
-            prompt = random_ids(9, seed=block)
+            length = 9 + (first_kept % 3) * WINDOW if family in WINDOWED else 9
+            prompt = random_ids(length, seed=block)
             session = target.start(prompt, 100, TAPS)
             session.prefill()
             committed = list(prompt)
@@ -38,8 +47,7 @@ def test_every_rejection_point_at_every_block_size_equals_a_fresh_prefill(family
                 torch.testing.assert_close(taken, features_of(family, committed)[len(committed) - kept :], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("path", ["lean", "static", "library"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "path"), PATHS)
 def test_the_single_row_path_equals_the_verify_path(family: str, path: str) -> None:
     prompt = random_ids(7, seed=1)
     plain, checked = tiny_target(family, path).start(prompt, 60, None), tiny_target(family, path).start(prompt, 60, TAPS)
@@ -55,6 +63,14 @@ def test_the_library_path_refuses_to_verify_on_a_session_that_records_nothing() 
     session.prefill()
     with pytest.raises(RuntimeError, match="cannot be rolled back"):
         session.verify([4, 5])
+
+
+def test_a_cache_that_keeps_no_history_is_refused_at_the_prefill() -> None:
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4, state_size=4)
+    config.max_position_embeddings = POSITIONS
+    target = LibraryTarget(MambaForCausalLM(config).eval(), frozenset(), VOCABULARY, measure=False)
+    with pytest.raises(UserError, match="cannot be rolled back: LinearAttentionLayer of transformers keeps no history"):
+        target.start(random_ids(5, 0), 20, TAPS).prefill()
 
 
 @pytest.mark.parametrize("path", ["lean", "static", "library"])

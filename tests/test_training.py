@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import FAMILIES, POSITIONS, TAPS, plain_greedy, random_ids, tiny_model
+from tests.tiny_models import FAMILIES, POSITIONS, TAPS, WINDOWED, plain_greedy, random_ids, tiny_model
 from tokenizers import AddedToken
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
+from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
+from dflash_mini_lab.targets.library_target import LibraryDecoder
 from dflash_mini_lab.training import train
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks, target_to_draft
 from dflash_mini_lab.training.features import ComputedFeatures
@@ -29,13 +31,17 @@ from dflash_mini_lab.types import UserError
 TINY = Recipe(block_size=4, layers=1, tap_layers=TAPS, draft_vocabulary=40, sequences=4, anchors=6, minutes=1.0)
 
 
+def decoder_of(family: str, library: bool = False) -> LeanDecoder | LibraryDecoder:
+    model = tiny_model(family)
+    return LibraryDecoder(model) if library or family in WINDOWED else build_lean_decoder(model, POSITIONS, measure=False)
+
+
 def answers_of(family: str, prompts: list[list[int]], new: int, stops: tuple[int, ...] = ()) -> dict[tuple, list[int]]:
-    decoder = build_lean_decoder(tiny_model(family), POSITIONS, measure=False)
-    found = continue_batch(decoder, torch.tensor(prompts), new, stops, TAPS)
+    found = continue_batch(decoder_of(family), torch.tensor(prompts), new, stops, TAPS)
     return {tuple(t.tokens[: t.prompt_length]): t.tokens[t.prompt_length :] for t in found}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 def test_a_batch_s_answers_are_what_each_prompt_alone_gets(family: str) -> None:
     prompts = [random_ids(3, 0) + random_ids(4, seed) for seed in range(6)]
     answers = answers_of(family, prompts, 12)
@@ -51,9 +57,21 @@ def test_a_stop_token_is_the_last_of_its_answer_and_the_others_go_on() -> None:
         assert answer == (whole[: whole.index(stop) + 1] if stop in whole else whole)
 
 
+@pytest.mark.parametrize("library", [False, True])
+def test_a_padded_row_of_the_head_is_neither_said_nor_taught(library: bool) -> None:
+    prompts = torch.tensor([random_ids(5, seed) for seed in range(8)])
+    whole = {token for t in continue_batch(decoder_of("qwen3", library), prompts, 10, (), TAPS) for token in t.tokens[5:]}
+    limit = max(whole)
+    for found in continue_batch(decoder_of("qwen3", library), prompts, 10, (), TAPS, vocabulary=limit):
+        assert max(found.tokens[5:]) < limit
+        assert int(found.likely_ids.max()) < limit
+        assert found.likely_ids[:, 0].tolist() == found.tokens[5:]
+
+
+@pytest.mark.parametrize("library", [False, True])
 @torch.inference_mode()
-def test_features_on_disk_are_those_of_a_fresh_pass(tmp_path: Path) -> None:
-    decoder = build_lean_decoder(tiny_model("lfm2"), POSITIONS, measure=False)
+def test_features_on_disk_are_those_of_a_fresh_pass(tmp_path: Path, library: bool) -> None:
+    decoder = decoder_of("lfm2", library)
     prompts = torch.tensor([random_ids(5, 0)[:2] + random_ids(3, seed) for seed in range(4)])
     write_shard(tmp_path / "0.safetensors", continue_batch(decoder, prompts, 9, (), TAPS))
     sequences = read_sequences(tmp_path)

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny_folder import refuse_sockets, save_tiny_model
+from tests.tiny_folder import family_config, refuse_sockets, save_family, save_random_drafter, save_tiny_model
 
 from dflash_mini_lab import artifacts, cli
 from dflash_mini_lab.benchmark.loading import safetensors_shapes
@@ -37,24 +39,80 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def hub_cache(home: Path, folder: Path, owner: str, name: str) -> None:
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def hub_cache(home: Path, folder: Path, owner: str, name: str, reference: str = "main", commit: str = COMMIT) -> None:
     """The layout of huggingface_hub's cache: blobs are left out, a snapshot may hold plain files."""
     repository = home / "hub" / f"models--{owner}--{name}"
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / reference).write_text(commit)
     shutil.copytree(folder, repository / "snapshots" / commit)
 
 
-def test_a_hub_id_in_the_hubs_cache_loads_and_answers_without_a_network(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub.constants as hub
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of an empty hub cache, offline and with sockets blocked."""
+    import huggingface_hub.constants as constants
 
-    hub_cache(tmp_path / "home", folder, "some-owner", "tiny")
-    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))  # both are read from the environment at import
-    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))  # read from the environment at import
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     refuse_sockets(monkeypatch)
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_canonical_study_runs_from_the_hubs_cache_with_sockets_blocked(hub: Path, tmp_path: Path, dtype: str) -> None:
+    config = family_config("lfm2")
+    hub_cache(hub, save_family(tmp_path / "model", config, torch.bfloat16), "LiquidAI", "LFM2.5-350M-Base")
+    drafter = save_random_drafter(tmp_path / "drafter", "lfm2.5-350m", config)
+    words = ["--target", "lfm2.5-350m", "--dtype", dtype, "--methods", "00,01", "--artifact-dir", str(drafter)]
+    assert cli.main([*words, "--output-dir", str(tmp_path / "out"), *SMALL]) == 0
+    benchmark = read(tmp_path / "out" / "benchmark.json")
+    assert schema_errors(benchmark) == []
+    assert benchmark["gate"]["verdict"] == "exact" or (dtype != "float32" and benchmark["gate"]["verdict"] == "ties")
+    assert (benchmark["target"]["source"], benchmark["target"]["revision"]) == ("LiquidAI/LFM2.5-350M-Base", COMMIT)
+    assert (benchmark["target"]["path"], benchmark["target"]["dtype"]) == ("lean", dtype)
+
+
+def test_a_revision_is_what_is_loaded_and_one_that_is_not_there_is_named(hub: Path, folder: Path, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "other", layers=3)
+    hub_cache(hub, folder, "some-owner", "tiny")
+    hub_cache(hub, other, "some-owner", "tiny", "v2", COMMIT[::-1])
+    for target, commit, layers in (
+        ("some-owner/tiny", COMMIT, 4),
+        ("some-owner/tiny@v2", COMMIT[::-1], 3),
+        (f"some-owner/tiny@{COMMIT}", COMMIT, 4),
+    ):
+        entry = resolve(target)
+        where = weights.fetch(entry, tmp_path / "cache", print)
+        assert weights.resolved_revision(where) == commit
+        assert load_target(entry.name, where).config.num_hidden_layers == layers
+    with pytest.raises(UserError, match="some-owner/tiny at v3: not in the local cache"):
+        weights.fetch(resolve("some-owner/tiny@v3"), tmp_path / "cache", print)
+    assert weights.resolved_revision(folder) is None
+
+
+def test_without_a_network_and_without_being_told_so_the_cache_serves_or_one_sentence_does(
+    hub: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants as constants
+
+    def no_name_is_known(*words: object, **options: object) -> NoReturn:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", no_name_is_known)
+    hub_cache(hub, folder, "some-owner", "tiny")
+    assert weights.resolved_revision(weights.fetch(resolve("some-owner/tiny"), tmp_path / "cache", print)) == COMMIT
+    with pytest.raises(UserError, match="LFM2.5-350M-Base: not in the local cache, and the hub cannot be reached"):
+        weights.fetch(resolve("lfm2.5-350m"), tmp_path / "cache", print)
+
+
+def test_a_hub_id_in_the_hubs_cache_loads_and_answers_without_a_network(
+    hub: Path, folder: Path, tmp_path: Path
+) -> None:
+    hub_cache(hub, folder, "some-owner", "tiny")
     entry = resolve("some-owner/tiny")
     where = weights.fetch(entry, tmp_path / "cache", print)
     assert where.parent.parent.name == "models--some-owner--tiny"

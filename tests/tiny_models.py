@@ -8,7 +8,16 @@ from functools import cache, partial
 import numpy as np
 import torch
 from tests.tables import random_heads
-from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from dflash_mini_lab.targets.captured_target import CapturedTarget
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
@@ -19,6 +28,9 @@ from dflash_mini_lab.types import Heads
 VOCABULARY, HIDDEN = 61, 32
 POSITIONS = 160
 FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
+WINDOWED = ("gemma3", "mistral", "windowed qwen2")
+"""Run on the library path alone, some or all of their layers with a window of WINDOW tokens."""
+WINDOW = 12
 TAPS = (0, 2)
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -40,6 +52,17 @@ def tiny_config(family: str):
         return Qwen2Config(**_SHAPE, tie_word_embeddings=True)
     if family == "qwen3":
         return Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=False)
+    if family == "gemma3":
+        kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+        return Gemma3TextConfig(**_SHAPE, head_dim=8, sliding_window=WINDOW, layer_types=kinds)
+    if family == "mistral":
+        return MistralConfig(**_SHAPE, head_dim=8, sliding_window=WINDOW)
+    if family == "windowed qwen2":
+        return Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
+    if family == "gpt2":
+        return GPT2Config(
+            vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=4, n_head=4, n_positions=POSITIONS, eos_token_id=2, bos_token_id=1
+        )
     return Lfm2Config(**_SHAPE, full_attn_idxs=[1, 3], conv_bias=True, block_auto_adjust_ff_dim=False)
 
 
@@ -50,7 +73,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64):
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            parameter.normal_(1.0 if "norm" in name and family != "gemma3" else 0.0, 0.3)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
@@ -59,6 +82,8 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64):
 
 def _norm(module, x: torch.Tensor) -> torch.Tensor:
     """The library computes its norms in float32 whatever the dtype, which would hide differences under 1e-7."""
+    if hasattr(module, "eps"):  # Gemma's
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), 1 + module.weight, module.eps)
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
 

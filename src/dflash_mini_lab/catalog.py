@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ from dflash_mini_lab.types import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,17 @@ class Entry:
 
     name: str
     """Names its folders under `artifacts/` and in the cache: letters, digits, dots and dashes only."""
-    kind: Literal["embedded", "hub", "folder", "repository"]
-    """`repository`: weights and drafter lie in `artifacts/` together, pinned by one manifest."""
+    kind: Literal["embedded", "hub", "folder", "gguf", "repository"]
+    """`gguf`: one file of a user's own; `repository`: weights and drafter lie in `artifacts/` together, pinned by a manifest."""
     source: str
-    """What `from_pretrained` takes: a hub id or a folder; for an embedded target the wheel, for people to read."""
+    """A hub id, a folder or a GGUF file; for an embedded target the wheel, for people to read."""
     license: str | None
     """None: unknown to the lab."""
     prompt_format: Literal["chat", "plain"] | None
     """None: chat if the tokenizer has a chat template."""
     wheel: Wheel | None = None
+    revision: str | None = None
+    """Commit, branch or tag of a hub repository; None: its main branch. What it resolved to, benchmark.json records."""
     backend: Literal["torch", "numpy"] = "torch"
     prompts: str = "benchmarks"
     """Folder, from the repository's root, of its prompts, its calibration prompts and its training texts."""
@@ -115,7 +118,8 @@ TARGETS: dict[str, Entry] = {
 
 
 def resolve(target: str) -> Entry:
-    """The entry for a name of the table, an existing folder with a `config.json`, or a hub id `owner/model`, in this order.
+    """The entry for a name of the table, an existing folder or GGUF file, or a hub id `owner/model` (`@revision` may follow),
+    in this order.
 
     Raises UserError that lists the known names.
     """
@@ -124,33 +128,55 @@ def resolve(target: str) -> Entry:
     path = Path(target).expanduser()
     if path.is_dir():
         return of_folder(path)
-    if looks_like_a_path(target):
-        raise UserError(f"--target {target}: there is no such folder.")
-    if HUB_ID.fullmatch(target) and ".." not in target:
-        return of_hub(target)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return of_place(path, "gguf")
+    if path.is_file():
+        raise UserError(f"--target {target}: is a file, but no .gguf; other models are folders.")
+    hub_id, at, revision = target.partition("@")
+    if looks_like_a_path(hub_id) or path.suffix.lower() == ".gguf":
+        raise UserError(f"--target {target}: there is no such folder or file.")
+    if HUB_ID.fullmatch(hub_id) and ".." not in target:
+        if at and not REVISION.fullmatch(revision):
+            raise UserError(f"--target {target}: {revision!r} is no revision; a commit, a branch or a tag follows the @.")
+        return of_hub(hub_id, revision or None)
     near = difflib.get_close_matches(target.lower(), TARGETS, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise UserError(
-        f"--target {target}: unknown.{hint} Known: {', '.join(TARGETS)}; a folder with a model, or a hub id such as "
+        f"--target {target}: unknown.{hint} Known: {', '.join(TARGETS)}; a folder with a model, a GGUF file, or a hub id such as "
         f"{TARGETS['qwen3-0.6b'].source}, works as well."
     )
 
 
-def of_hub(hub_id: str) -> Entry:
-    for entry in TARGETS.values():
-        if entry.kind == "hub" and entry.source.lower() == hub_id.lower():
-            return entry  # the same model under its other name shares its artifacts
-    return Entry(name=hub_id.replace("/", "--"), kind="hub", source=hub_id, license=None, prompt_format=None)
+def of_hub(hub_id: str, revision: str | None = None) -> Entry:
+    """Weights of another revision than the table's are another target, with artifacts of its own."""
+    entry = Entry(name=hub_id.replace("/", "--"), kind="hub", source=hub_id, license=None, prompt_format=None)
+    for known in TARGETS.values():
+        if known.kind == "hub" and known.source.lower() == hub_id.lower():
+            entry = known  # the same model under its other name shares its artifacts
+    if revision in (None, entry.revision):
+        return entry
+    return replace(entry, name=f"{entry.name}--{re.sub(r'[^A-Za-z0-9.-]+', '-', revision)}", revision=revision)
 
 
 def of_folder(path: Path) -> Entry:
-    """The name carries a digest of the folder's place: two folders called `model` are two targets."""
-    if not (path / "config.json").is_file():
-        raise UserError(f"--target {path}: the folder has no config.json, so it holds no model that transformers could load.")
+    """A folder with a `config.json`, or with one GGUF file and nothing else that transformers could load."""
+    if (path / "config.json").is_file():
+        return of_place(path, "folder")
+    found = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if len(found) == 1:
+        return of_place(found[0], "gguf")
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise UserError(f"--target {path}: the folder has several GGUF files ({names}): name one of them.")
+    raise UserError(f"--target {path}: the folder has no config.json, so it holds no model that transformers could load.")
+
+
+def of_place(path: Path, kind: Literal["folder", "gguf"]) -> Entry:
+    """The name carries a digest of the place: two folders called `model` are two targets."""
     place = str(path.resolve())
     label = re.sub(r"[^A-Za-z0-9.-]+", "-", path.resolve().name).strip("-.")[:60] or "model"
     name = f"{label}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
-    return Entry(name=name, kind="folder", source=place, license=None, prompt_format=None)
+    return Entry(name=name, kind=kind, source=place, license=None, prompt_format=None)
 
 
 def looks_like_a_path(target: str) -> bool:

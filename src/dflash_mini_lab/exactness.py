@@ -73,16 +73,22 @@ class Mismatch:
 
 
 def reference_greedy(
-    model: Any, prompt_ids: Sequence[int], budget: int, stop_ids: frozenset[int], max_positions: int
+    model: Any,
+    prompt_ids: Sequence[int],
+    budget: int,
+    stop_ids: frozenset[int],
+    max_positions: int,
+    vocabulary: int | None = None,
 ) -> Reference:
     """Plain greedy decoding of `prompt_ids`: up to `budget` tokens, the stop token included. `model`: a stock transformers
-    causal LM, or StockSteps.
+    causal LM, or StockSteps. `vocabulary`: ids below it may be chosen; rows of the head past the tokenizer are only padding.
 
     Ends with finish `stop`, `budget`, or `context` when `max_positions` tokens are in the cache.
     """
     tokens: list[int] = []
     top2: list[Top2] = []
-    for logits in _stock_steps(model, prompt_ids, tokens):
+    for row in _stock_steps(model, prompt_ids, tokens):
+        logits = row[:vocabulary]
         best = int(logits.argmax())  # the lowest id among equals, as everywhere
         second = int(np.where(np.arange(len(logits)) == best, -np.inf, logits).argmax())
         top2.append(Top2((best, second), (float(logits[best]), float(logits[second]))))
@@ -121,7 +127,8 @@ def judge(reference: Reference, tokens: Sequence[int], stock: LogitsOf, path: Lo
     """None for an exact answer, else its mismatch.
 
     A tie: at the first divergence the reference preferred its token to the answer's by no more than twice the largest
-    difference between the two paths' logits over the common prefix. Anything else, a wrong length included, is a violation.
+    difference between the two paths' logits over the common prefix. Anything else, a wrong length or a token that `path` has no
+    logit for (a padded row of the head) included, is a violation.
     `stock` and `path` are only asked on a mismatch.
     """
     position = first_divergence(reference.tokens, tokens)
@@ -135,7 +142,7 @@ def judge(reference: Reference, tokens: Sequence[int], stock: LogitsOf, path: Lo
     shared = min(expected.shape[1], got.shape[1])  # the target leaves out padded rows of the head
     difference = float(np.abs(expected[:, :shared] - got[:, :shared]).max())
     gap = float(expected[position, reference.tokens[position]] - expected[position, tokens[position]])
-    if not (np.isfinite(difference) and np.isfinite(gap)):
+    if tokens[position] >= shared or not (np.isfinite(difference) and np.isfinite(gap)):
         return Mismatch(position, top2, None, None, "violation")
     return Mismatch(position, top2, max(gap, 0.0), difference, "tie" if gap <= TIE_FACTOR * difference else "violation")
 

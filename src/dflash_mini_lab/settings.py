@@ -31,7 +31,7 @@ class Settings:
     """What one run does. Made by `resolve`, changed only by `dataclasses.replace`."""
 
     target: str = DEFAULT_TARGET
-    """A name of the catalogue, a folder, or a hub id."""
+    """A name of the catalogue, a folder, a GGUF file, or a hub id."""
     cache: Path = Path()
     """Folder for what is fetched or prepared once; `resolve` fills it in."""
     artifact_dir: Path | None = None
@@ -193,7 +193,7 @@ MODEL, STUDY, ARTIFACTS, MACHINE = "the model", "what is measured", "the drafter
 OPTIONS = (
     Option(
         "--target",
-        f"the model: a name ({DEFAULT_TARGET}, {CANONICAL_TARGET}, ...), a folder, or a hub id",
+        f"the model: a name ({DEFAULT_TARGET}, {CANONICAL_TARGET}, ...), a folder, a GGUF file, or a hub id",
         MODEL,
         filled,
         "DFLASH_TARGET",

@@ -262,6 +262,8 @@ class Target(Protocol):
 
     stop_ids: frozenset[int]
     max_positions: int
+    vocabulary: int
+    """Ids that may be emitted. A head may have more rows, as padding; they are never proposed and never chosen."""
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> Session:
         """A session for `prompt_ids` that will hold up to `capacity` tokens.

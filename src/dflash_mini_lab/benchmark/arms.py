@@ -94,7 +94,8 @@ def answer(
     target = engine.target
     if arm.kind == "peer":
         limit = stock.config.max_position_embeddings
-        answered = peers.answer(peers.by_key(arm.key), stock, prompt_ids, budget, target.stop_ids, limit, clock)
+        peer, stops = peers.by_key(arm.key), target.stop_ids
+        answered = peers.answer(peer, stock, prompt_ids, budget, stops, limit, clock, target.vocabulary)
         return {"arm": arm.key, **asdict(answered), "tokens": list(answered.tokens), "steps": None}
     key = BASELINE if arm.key == CONTROL else arm.key
     drafter = engine.drafter if arm.kind == "method" else None

@@ -51,5 +51,7 @@ class Model:
     drafter_facts: dict[str, Any] | None
     heads: Heads = NO_HEADS
     """Those of the drafter: what a method may need is known before weights are read."""
+    vocabulary: int | None = None
+    """Ids that may be emitted; None: every row of the head."""
     device: str = "cpu"
     backend: Literal["torch", "numpy"] = "torch"

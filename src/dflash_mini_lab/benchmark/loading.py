@@ -16,6 +16,7 @@ from dflash_mini_lab.catalog import Entry, resolve
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit, vocabulary_digest
 from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST
 from dflash_mini_lab.settings import FULL_LOGITS, FULL_VOCABULARY, STOCK_LINEAR, Settings
+from dflash_mini_lab.targets.weights import resolved_revision
 from dflash_mini_lab.types import Heads, UserError
 
 Say = Callable[[str], None]
@@ -52,11 +53,14 @@ def load_model(settings: Settings, say: Say) -> Model:
 
         require_memory(entry.name, facts["parameters"], settings.dtype)
     manifest = artifacts.manifest_of(folder, entry.name) if folder else None
-    checkpoint = ablated(_read_drafter(folder), settings.ablate)
+    checkpoint = unpadded(ablated(_read_drafter(folder), settings.ablate), loaded.vocabulary)
     if checkpoint:
         shape = (loaded.config.vocab_size, loaded.config.hidden_size, loaded.config.num_hidden_layers)
         check_fit(checkpoint[0], *shape, loaded.stop_ids, vocabulary_digest(loaded.tokenizer.get_vocab()))
     heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
+    about_drafter = None
+    if folder and checkpoint:
+        about_drafter = drafter_facts(entry, folder, checkpoint, heads, manifest, loaded.vocabulary)
     keep_stock = bool(settings.peers)
 
     @contextmanager
@@ -73,6 +77,7 @@ def load_model(settings: Settings, say: Say) -> Model:
         if checkpoint:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
+            head = head[: loaded.vocabulary]
             drafter = BlockDrafter(
                 *checkpoint, embedding, head, capacity, measure, target.plans, heads=heads, crossings=target.crossings
             )
@@ -95,8 +100,9 @@ def load_model(settings: Settings, say: Say) -> Model:
         stock=stock,
         build=build,
         target_facts=facts,
-        drafter_facts=drafter_facts(entry, folder, checkpoint, heads, manifest) if folder and checkpoint else None,
+        drafter_facts=about_drafter,
         heads=heads,
+        vocabulary=loaded.vocabulary,
         device=settings.device,
     )
 
@@ -118,6 +124,15 @@ def ablated(checkpoint: Checkpoint | None, ablations: Sequence[str]) -> Checkpoi
     return config, {name: tensor for name, tensor in tensors.items() if name != DRAFT_TO_TARGET}
 
 
+def unpadded(checkpoint: Checkpoint | None, vocabulary: int) -> Checkpoint | None:
+    """The drafter without the columns of its reduced vocabulary that the target may not emit."""
+    if checkpoint is None or DRAFT_TO_TARGET not in checkpoint[1]:
+        return checkpoint  # it scores the target's own head, of which it is given no padded row
+    config, tensors = checkpoint
+    ids = tensors[DRAFT_TO_TARGET]
+    return config, {**tensors, DRAFT_TO_TARGET: ids[ids < vocabulary]}
+
+
 def read_heads(folder: Path, config: Any, manifest: artifacts.Manifest | None) -> Heads:
     """The heads that the manifest pins: a file that nothing has verified is not opened."""
     from dflash_mini_lab.drafters.heads import load_heads
@@ -133,6 +148,7 @@ def target_facts(
         "name": entry.name,
         "source": entry.source,
         "license": entry.license,
+        "revision": resolved_revision(where),
         **facts,
         **weights_facts(where, weights),
         "dtype": settings.dtype,
@@ -141,9 +157,10 @@ def target_facts(
 
 
 def drafter_facts(
-    entry: Entry, folder: Path, checkpoint: Checkpoint, heads: Heads, manifest: artifacts.Manifest | None
+    entry: Entry, folder: Path, checkpoint: Checkpoint, heads: Heads, manifest: artifacts.Manifest | None, vocabulary: int
 ) -> dict[str, Any]:
-    """The `drafter` entry of benchmark.json, with every file that the manifest pins, and the drafter as it runs."""
+    """The `drafter` entry of benchmark.json, with every file that the manifest pins, and the drafter as it runs on a target of
+    `vocabulary` ids that may be emitted."""
     from dflash_mini_lab.drafters.heads import head_facts
 
     files = manifest.files if manifest else ()
@@ -156,7 +173,7 @@ def drafter_facts(
         "layers": config.layers,
         "hidden_size": config.hidden_size,
         "feature_window": config.window,
-        "draft_vocabulary": len(tensors[DRAFT_TO_TARGET]) if DRAFT_TO_TARGET in tensors else config.vocabulary,
+        "draft_vocabulary": len(tensors[DRAFT_TO_TARGET]) if DRAFT_TO_TARGET in tensors else vocabulary,
         "parameters": sum(prod(tensor.shape) for name, tensor in tensors.items() if name != DRAFT_TO_TARGET),
         "provenance": _provenance(folder),
         "heads": head_facts(heads),

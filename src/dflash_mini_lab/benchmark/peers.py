@@ -50,9 +50,17 @@ class PeerAnswer:
 
 
 def answer(
-    peer: Peer, model: Any, prompt_ids: Sequence[int], budget: int, stop_ids: frozenset[int], max_positions: int, clock: Clock
+    peer: Peer,
+    model: Any,
+    prompt_ids: Sequence[int],
+    budget: int,
+    stop_ids: frozenset[int],
+    max_positions: int,
+    clock: Clock,
+    vocabulary: int | None = None,
 ) -> PeerAnswer:
-    """Greedy `generate` of up to `budget` tokens with a stock transformers model.
+    """Greedy `generate` of up to `budget` tokens with a stock transformers model. Where its head has more rows than `vocabulary`,
+    the library is told to suppress the others, as the lab's own targets leave them out.
 
     A streamer reads the clock when the first tokens arrive: that separates prefill from decoding, as in the lab's own loop.
     """
@@ -61,7 +69,9 @@ def answer(
     room = min(budget, max_positions - len(prompt_ids) + 1)
     ids = torch.tensor([list(prompt_ids)], device=model.device)
     arrivals = _Arrivals(clock)
-    with _neutral_generation(model, peer.settings, room, stop_ids):
+    padding = list(range(vocabulary or model.config.vocab_size, model.config.vocab_size))
+    settings = {**peer.settings, **({"suppress_tokens": padding} if padding else {})}
+    with _neutral_generation(model, settings, room, stop_ids):
         started = clock.now()
         try:
             output = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=arrivals)

@@ -71,7 +71,7 @@ class _HeardTarget:
     """`target` whose sessions tell the recorder of every verifier call."""
 
     def __init__(self, target: Target, recorder: Recorder) -> None:
-        self.stop_ids, self.max_positions = target.stop_ids, target.max_positions
+        self.stop_ids, self.max_positions, self.vocabulary = target.stop_ids, target.max_positions, target.vocabulary
         self._target, self._recorder = target, recorder
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> _HeardSession:

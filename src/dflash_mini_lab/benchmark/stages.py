@@ -139,7 +139,8 @@ def _references(
     with run.progress(len(encoded), label) as progress:
         for prompt, ids in encoded.items():
             progress.now("the library's model", prompt)
-            references.append(reference_greedy(stock, ids, budget, run.model.stop_ids, run.model.max_positions))
+            model = run.model
+            references.append(reference_greedy(stock, ids, budget, model.stop_ids, model.max_positions, model.vocabulary))
             progress.done()
     return references
 

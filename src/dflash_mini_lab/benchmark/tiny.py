@@ -71,7 +71,7 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
         stock=stock,
         build=build,
         target_facts=target_facts(entry, folder, settings, facts(config), tiny.TENSOR_FILE),
-        drafter_facts=drafter_facts(entry, folder, checkpoint, heads, manifest) if checkpoint else None,
+        drafter_facts=drafter_facts(entry, folder, checkpoint, heads, manifest, config.vocab_size) if checkpoint else None,
         heads=heads,
         backend="numpy",
     )

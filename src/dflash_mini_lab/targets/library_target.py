@@ -58,6 +58,38 @@ class LibraryTarget:
         return torch.tensor([list(ids)], device=self.embedding.device)
 
 
+class BatchCache(DynamicCache):
+    """The library's cache of several sequences of one length; what leaves a window or a convolution is gone."""
+
+    def select(self, sequences: Tensor) -> None:
+        """Make a batch of the given sequences (indices `[n]`, repeats allowed)."""
+        self.reorder_cache(sequences)
+
+
+class LibraryDecoder:
+    """The library's model as `LeanDecoder` is used to continue batches: training data, which is never rolled back."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.hidden_size, self.dtype = self.embedding.shape[1], self.embedding.dtype
+
+    def new_cache(self, capacity: int, batch: int = 1) -> BatchCache:
+        """It grows as it is filled, in tokens and sequences."""
+        return BatchCache(config=self.model.config)
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, cache: BatchCache, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Extend `cache` by `ids [batch, rows]`; returns what `logits` takes, of the last row alone, and the tapped outputs."""
+        wanted = [tap + 1 for tap in taps]
+        output = self.model(ids, cache=cache, use_cache=True, logits_to_keep=1, output_hidden_states=wanted or False)
+        return output.logits, [output.hidden_states[index] for index in wanted]
+
+    def logits(self, last: Tensor) -> Tensor:
+        """They are the library's own, head, scaling and all."""
+        return last
+
+
 class LibrarySession:
     """See types.Session."""
 
@@ -77,6 +109,9 @@ class LibrarySession:
     def prefill(self) -> int:
         first = self._extend(self.prompt_ids, last_only=True)[-1]
         if self.recording:
+            if not self.cache.is_croppable:
+                kinds = ", ".join(sorted({type(layer).__name__ for layer in self.cache.layers if not layer.is_croppable}))
+                raise UserError(f"This model's cache cannot be rolled back: {kinds} of transformers keeps no history.")
             self.keep(len(self.prompt_ids))
         return first
 

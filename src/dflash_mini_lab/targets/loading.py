@@ -17,12 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as library_logging
 
 from dflash_mini_lab.targets.captured_target import CapturedTarget
+from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 from dflash_mini_lab.targets.lean_target import LeanTarget
-from dflash_mini_lab.targets.library_target import LibraryTarget
+from dflash_mini_lab.targets.library_target import LibraryDecoder, LibraryTarget
+from dflash_mini_lab.targets.suitability import refuse_unsuitable
 from dflash_mini_lab.types import UserError
 
-NEEDED_OF_CONFIG = ("vocab_size", "num_hidden_layers", "hidden_size", "max_position_embeddings")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,6 +78,12 @@ class LoadedTarget:
             self.release_stock()
         return target
 
+    def decoder(self, capacity: int) -> LeanDecoder | LibraryDecoder:
+        """What continues batches of prompts, for training data; the stock model's weights go into it."""
+        stock = self.stock_model()
+        self.release_stock()
+        return LibraryDecoder(stock) if self.path_reason else build_lean_decoder(stock, capacity, consume=True)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a user's prompt, inside the chat template where the target has one. Raises UserError if empty."""
         return self.encode_prompts([text])[0]
@@ -122,16 +129,14 @@ def load_target(
     """Config, tokenizer and stop tokens of the model at `where` (a folder or a hub id); the weights wait until needed.
 
     `prompt_format`: `chat`, `plain`, or None for chat where the tokenizer has a template. Raises UserError where the model
-    cannot be read or `chat` is asked for without a template.
+    cannot be read, is none that the lab can run, or `chat` is asked for without a template.
     """
     if dtype not in DTYPES:
         raise UserError(f"Unknown dtype {dtype!r}; known: {', '.join(DTYPES)}.")
     where = str(where)
     library_logging.disable_progress_bar()
     config = _from_pretrained(AutoConfig, where)
-    lacking = [name for name in NEEDED_OF_CONFIG if not isinstance(getattr(config, name, None), int)]
-    if lacking:
-        raise UserError(f"{where}: a model of type {config.model_type!r} has no {lacking[0]}; the lab runs text decoders only.")
+    refuse_unsuitable(where, config)
     tokenizer = _from_pretrained(AutoTokenizer, where)
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise UserError(f"{where}: no chat template, so its prompts must be plain text.")

@@ -36,6 +36,7 @@ class TinyTarget:
         """`full_logits`: logits of the whole sequence at every call, where only the new rows' are needed."""
         self.config, self.full_logits = config, full_logits
         self.stop_ids, self.max_positions = frozenset({END}), config.max_position_embeddings
+        self.vocabulary = config.vocab_size
         self.embedding = tensors["model.embed_tokens.weight"]
         self.head = np.ascontiguousarray(self.embedding.T)
         self.norm = tensors["model.norm.weight"]

@@ -2,18 +2,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Indices
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_mini_lab.targets.lean import LeanDecoder
+from dflash_mini_lab.targets.library_target import LibraryDecoder
 from dflash_mini_lab.training.shards import Sequence
 
 
 class ComputedFeatures:
     """The frozen target's outputs at `taps` in one pass over the sequences of a step. Corpus and decoder are on one device."""
 
-    def __init__(self, decoder: LeanDecoder, taps: Indices[int]) -> None:
+    def __init__(self, decoder: LeanDecoder | LibraryDecoder, taps: Indices[int]) -> None:
         self.decoder, self.taps = decoder, taps
 
     @torch.no_grad()  # no inference mode: the drafter's gradients need these as inputs
@@ -23,5 +25,6 @@ class ComputedFeatures:
         first, length = torch.tensor([(s.first_token, s.length) for s in sequences], device=tokens.device).T[..., None]
         rows = max(sequence.length for sequence in sequences) - 1
         ids = tokens[first + torch.arange(rows, device=tokens.device).minimum(length - 1)]
-        _, tapped = self.decoder.forward(ids, self.decoder.new_cache(rows, len(sequences)), self.taps)
+        cache: Any = self.decoder.new_cache(rows, len(sequences))
+        _, tapped = self.decoder.forward(ids, cache, self.taps)
         return torch.cat(tapped, dim=-1)

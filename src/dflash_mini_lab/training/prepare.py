@@ -34,7 +34,8 @@ from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.prompts import load_prompts, not_held_out
 from dflash_mini_lab.settings import CPU, GPU, Settings
 from dflash_mini_lab.targets.lean import LeanDecoder
-from dflash_mini_lab.targets.lean_build import build_lean_decoder
+from dflash_mini_lab.targets.lean_build import unsupported_reason
+from dflash_mini_lab.targets.library_target import LibraryDecoder
 from dflash_mini_lab.targets.loading import LoadedTarget, load_target
 from dflash_mini_lab.targets.weights import fetch
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary
@@ -62,7 +63,7 @@ def prepare(settings: Settings) -> Path:
     """Train a drafter for `settings.target` on `settings.device`; returns the artifact folder. Interrupted, the same command goes
     on. The target speaks in bfloat16 where that is faster there, else in float32, whatever `settings.dtype` is.
 
-    Raises UserError where the target cannot be read, has no lean decoder, or the time given was too short for any data.
+    Raises UserError where the target cannot be read, or the time given was too short for any data.
     """
     entry, device = resolve(settings.target), settings.device
     recipe = replace(recipe_for(entry.name, device), seed=settings.seed)
@@ -74,11 +75,6 @@ def prepare(settings: Settings) -> Path:
         torch.set_num_threads(settings.cpu_threads)
     dtype = "bfloat16" if bfloat16_is_faster(device) else "float32"
     loaded = load_target(entry.name, where, dtype, entry.prompt_format, device)
-    if loaded.path_reason:
-        raise UserError(
-            f"{entry.name}: a drafter cannot be trained here yet: {loaded.path_reason}. What can be measured without one: "
-            "--methods 00 --peers generate,prompt-lookup"
-        )
     work = settings.cache / "prepare" / entry.name
     work.mkdir(parents=True, exist_ok=True)
     rows = loaded.config.vocab_size
@@ -90,7 +86,7 @@ def prepare(settings: Settings) -> Path:
     say(f"Preparing a drafter for {entry.name}: {recipe.minutes:g} minutes, kept in {work} (interrupt and go on as you like).")
     collect(loaded, entry, config, recipe, work)
     kept = device == "cpu" and have_features(work / ANSWERS) and have_features(work / HELD_OUT)
-    features = None if kept else ComputedFeatures(_decoder(loaded), config.taps)
+    features = None if kept else ComputedFeatures(loaded.decoder(LONGEST_SEQUENCE), config.taps)
     training, held_out = (read_sequences(work / part, device, features) for part in (ANSWERS, HELD_OUT))
     if len(training) < FEWEST_SEQUENCES:
         raise UserError(f"Only {len(training)} answers in the time given: --prepare-minutes needs to be larger.")
@@ -171,7 +167,7 @@ def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: R
     longest = min(LONGEST_SEQUENCE, loaded.config.max_position_embeddings) - recipe.answer_tokens
     if longest < 1:
         raise UserError(f"{loaded.where}: a context of {loaded.config.max_position_embeddings} tokens is too short to train on.")
-    decoder = _decoder(loaded)
+    decoder = loaded.decoder(LONGEST_SEQUENCE)
     began = time.monotonic() - spent
     own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * recipe.own_prompts_share)
     measured = [prompt for path in (entry.prompt_file, entry.calibration_file) for prompt in load_prompts(path)]
@@ -192,7 +188,9 @@ def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: R
     for index, (folder, batch) in enumerate(batches):
         path = work / folder / f"{index:05d}.safetensors"
         if not path.exists():
-            write_shard(path, continue_batch(decoder, batch, recipe.answer_tokens, sorted(loaded.stop_ids), taps))
+            stops = sorted(loaded.stop_ids)
+            answered = continue_batch(decoder, batch, recipe.answer_tokens, stops, taps, vocabulary=loaded.vocabulary)
+            write_shard(path, answered)
             spent = time.monotonic() - began
             _write_state(work, spent)
             bar.n = min(round(spent), bar.total)
@@ -203,16 +201,13 @@ def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: R
     _write_state(work, seconds)
 
 
-def _decoder(loaded: LoadedTarget) -> LeanDecoder:
-    decoder = build_lean_decoder(loaded.stock_model(), capacity=LONGEST_SEQUENCE, consume=True)
-    loaded.release_stock()
-    return decoder
-
-
-def _batch(decoder: LeanDecoder, recipe: Recipe, longest_prompt: int) -> int:
-    """Prompts that are answered together: the recipe's, as far as a GPU's memory takes them."""
+def _batch(decoder: LeanDecoder | LibraryDecoder, recipe: Recipe, longest_prompt: int) -> int:
+    """Prompts that are answered together: the recipe's, as far as a GPU's memory takes them. What the library's cache takes is
+    not known before it is full, so it gets as many as a CPU."""
     if not decoder.embedding.is_cuda:
         return recipe.teacher_batch
+    if not isinstance(decoder, LeanDecoder):
+        return min(recipe.teacher_batch, Recipe.teacher_batch)
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return min(recipe.teacher_batch, rows_that_fit(decoder, longest_prompt + recipe.answer_tokens, free))
 
@@ -227,8 +222,11 @@ def _own_texts(decoder: Any, loaded: LoadedTarget, recipe: Recipe, path: Path, u
 
 
 def target_tensors(model: Any, config: DrafterConfig) -> dict[str, Tensor]:
-    """What training needs of the target, float32: embedding, head, and its last layers under the drafter's names (`warm.`)."""
+    """What training needs of the target, float32: embedding, head, and its last layers under the drafter's names (`warm.`), where
+    they are such as the drafter's own; a drafter for another family begins at random."""
     tensors = {"embedding": model.get_input_embeddings().weight, "head": model.get_output_embeddings().weight}
+    if unsupported_reason(model.config):
+        return {name: tensor.detach().float() for name, tensor in tensors.items()}
     base = model.model
     final = getattr(base, "norm", None) or base.embedding_norm
     tensors["warm.norm.weight"] = final.weight

@@ -7,6 +7,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from dflash_mini_lab.prompts import around_own_prompts, training_seeds
 from dflash_mini_lab.targets.lean import LeanDecoder
+from dflash_mini_lab.targets.library_target import LibraryDecoder
 from dflash_mini_lab.targets.loading import LoadedTarget
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.teacher import continue_batch
@@ -30,7 +32,9 @@ PLACE = "\u241f"
 """Stands for the user's words while the template is cut open; a character that no template contains."""
 
 
-def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, until: float, rows: int) -> list[str]:
+def own_prompts(
+    decoder: LeanDecoder | LibraryDecoder, loaded: LoadedTarget, recipe: Recipe, until: float, rows: int
+) -> list[str]:
     """Texts sampled at temperature 1, `rows` at a time, until `until` (monotonic seconds), without duplicates, sorted.
 
     Chat target: the template up to the start of the user turn, continued to the end-of-turn token; a turn still unfinished at
@@ -43,12 +47,14 @@ def own_prompts(decoder: LeanDecoder, loaded: LoadedTarget, recipe: Recipe, unti
     stops = sorted(loaded.stop_ids)
     found: set[str] = set()
     began = time.monotonic()
+    sampled = partial(
+        continue_batch, decoder, new_tokens=recipe.own_prompt_tokens, stop_ids=stops, candidates=0, temperature=1.0,
+        generator=generator, vocabulary=loaded.vocabulary,
+    )  # fmt: skip
     bar = tqdm(total=max(round(until - began), 1), unit="s", disable=None, desc="own prompts")
     while time.monotonic() < until:
         batch = torch.tensor([opening] * rows)
-        for trajectory in continue_batch(
-            decoder, batch, recipe.own_prompt_tokens, stops, candidates=0, temperature=1.0, generator=generator
-        ):
+        for trajectory in sampled(batch):
             text = loaded.decode_text(trajectory.tokens[len(opening) :]).strip()
             if chat and trajectory.tokens[-1] not in loaded.stop_ids:
                 text = _whole_sentences(text)

@@ -79,11 +79,16 @@ def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_to
         heads = kv_heads = recipe.heads
         head_dim = width // heads
     else:
-        heads, kv_heads = target_config.num_attention_heads, target_config.num_key_value_heads
+        heads = target_config.num_attention_heads
+        kv_heads = getattr(target_config, "num_key_value_heads", None) or heads
         head_dim = getattr(target_config, "head_dim", None) or width // heads
+    rope = getattr(target_config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma's differ by the kind of layer
+    inner = getattr(target_config, "intermediate_size", None) or 4 * target_width
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return DrafterConfig(
         hidden_size=width,
-        intermediate_size=min(target_config.intermediate_size, 8 * width // 3 // 64 * 64 or 64),
+        intermediate_size=min(inner, 8 * width // 3 // 64 * 64 or 64),
         layers=recipe.layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -93,8 +98,8 @@ def drafter_config(recipe: Recipe, target_config: Any, target_name: str, mask_to
         mask_token_id=mask_token_id,
         target_layers=layers,
         vocabulary=vocabulary,
-        eps=float(getattr(target_config, "rms_norm_eps", None) or target_config.norm_eps),
-        rope_theta=(target_config.rope_parameters or {}).get("rope_theta", 10000.0),
+        eps=float(next((value for name in names if (value := getattr(target_config, name, None))), 1e-6)),
+        rope_theta=rope.get("rope_theta", 10000.0),
         target_name=target_name,
         target_hidden_size=target_width if width < target_width else None,
         window=recipe.window,

@@ -1,7 +1,7 @@
 """Teacher data: what the target itself says, and what it computed while saying it: its likeliest tokens, tapped features.
 
 Prompts of one exact token length form a batch, so every sequence of a batch has the same position at every step: no padding,
-no masks, and the same lean decoder as in the benchmark. Finished sequences are dropped from the batch as it runs.
+no masks, and the same decoder as in the benchmark. Finished sequences are dropped from the batch as it runs.
 On a CPU features are taken during generation; computing them again would cost as much as the generation itself. On a GPU they
 would fill any disk, and computing them again costs little.
 """
@@ -11,11 +11,13 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_mini_lab.targets.lean import LeanDecoder
+from dflash_mini_lab.targets.library_target import LibraryDecoder
 
 SMALLEST_BATCH = 8
 """Length buckets with fewer prompts than this are skipped: they would run at a tenth of the rate."""
@@ -44,7 +46,7 @@ class Trajectory:
 
 @torch.inference_mode()
 def continue_batch(
-    decoder: LeanDecoder,
+    decoder: LeanDecoder | LibraryDecoder,
     prompts: Tensor,
     new_tokens: int,
     stop_ids: Sequence[int],
@@ -52,8 +54,10 @@ def continue_batch(
     candidates: int = TEACHER_CANDIDATES,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
+    vocabulary: int | None = None,
 ) -> Iterator[Trajectory]:
     """Continue `prompts [batch, length]` until a stop token (kept as the last token) or `new_tokens`; greedy at temperature 0.
+    `vocabulary`: ids below it may be said; None: every row of the head.
 
     What all prompts begin with (a chat template) is computed once. Yields each trajectory as it finishes, not in the order of
     the prompts, with the features of `taps` and the `candidates` likeliest tokens. `generator`: of the decoder's device.
@@ -62,11 +66,11 @@ def continue_batch(
     prompts, stops = prompts.to(device), torch.tensor(list(stop_ids), device=device)
     batch, length = prompts.shape
     shared = min(int((prompts == prompts[0]).all(dim=0).cumprod(0).sum()), length - 1)
-    cache = decoder.new_cache(length + new_tokens)
+    cache: Any = decoder.new_cache(length + new_tokens)
     tokens = torch.zeros(batch, length + new_tokens, dtype=torch.long, device=device)
     tokens[:, :length] = prompts
     features = torch.zeros(batch, length + new_tokens - 1, len(taps), decoder.hidden_size, dtype=decoder.dtype, device=device)
-    candidates = min(candidates, len(decoder.embedding))
+    candidates = min(candidates, vocabulary or len(decoder.embedding))
     likely_ids = torch.zeros(batch, new_tokens, candidates, dtype=torch.int32, device=device)
     likely = torch.zeros(batch, new_tokens, candidates, dtype=torch.bfloat16, device=device)
     going, left = torch.ones(batch, dtype=torch.bool, device=device), batch
@@ -80,7 +84,7 @@ def continue_batch(
         hidden, tapped = decoder.forward(step, cache, taps)
         if taps:
             features[:, position - step.shape[1] : position] = torch.stack(tapped, dim=2)
-        logits = decoder.logits(hidden[:, -1])
+        logits = decoder.logits(hidden[:, -1])[:, :vocabulary]
         step = _next_tokens(logits, temperature, generator)[:, None]
         tokens[:, position] = step[:, 0]
         answered = position - length + 1
