@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from dflash_mini_lab.drafters.numpy_block import NumpyBlockDrafter, load_arrays
 from dflash_mini_lab.targets import tiny
 from dflash_mini_lab.targets.tiny_target import TinyTarget
 from dflash_mini_lab.training.model import TrainableDrafter
+from dflash_mini_lab.training.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "artifacts" / "tiny"
@@ -25,12 +27,12 @@ CONFIG = DrafterConfig(32, 48, 2, 4, 2, 8, 4, (0, 1), 7, 2, 50)
 
 
 def test_the_weights_are_those_of_a_llama_that_the_library_runs() -> None:
-    config, tensors = tiny.read(FOLDER)
+    config, tensors, words = tiny.read(FOLDER)
     library = LlamaForCausalLM(LlamaConfig(**vars(config), tie_word_embeddings=True, pad_token_id=None)).eval()
     missing, unexpected = library.load_state_dict(load_file(FOLDER / tiny.TENSOR_FILE), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     library.tie_weights()
-    ids = tiny.encode("The keeper of the ferry sings in the rain.")
+    ids = words.encode("The keeper of the ferry sings in the rain.")
     with torch.inference_mode():
         expected = library(torch.tensor([ids])).logits[0].numpy()
     np.testing.assert_allclose(TinyTarget(config, tensors).logits(ids), expected, atol=1e-4)
@@ -47,14 +49,14 @@ class FixedFeatures:
         return rows
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_the_numpy_drafter_scores_as_the_block_drafter_does(tmp_path: Path, reduced: bool) -> None:
+@pytest.mark.parametrize(("reduced", "dtype"), [(False, torch.float32), (True, torch.float16)])
+def test_the_numpy_drafter_scores_as_the_block_drafter_does(tmp_path: Path, reduced: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     model = TrainableDrafter(CONFIG)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    tensors = dict(model.state_dict())
+    tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     if reduced:
         tensors[DRAFT_TO_TARGET] = torch.tensor([3, 9, 12, 20, 31, 44], dtype=torch.int32)
     save_checkpoint(tmp_path, CONFIG, tensors)
@@ -103,22 +105,26 @@ def test_of_equal_scores_the_lower_id_comes_first(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_build_is_the_same_byte_for_byte_and_another_seed_is_not(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "tools"))
-    from build_tiny import Recipe, build
+    from build_tiny import TinyRecipe, build
 
-    lines = ["The sea is calm.", "The sea is grey.", "The wind turned to the east.", "A boat came home late."]
+    text = "The sea is calm.\nThe sea is grey.\n\nThe wind turned to the east.\nA boat came home late.\n"
+    training = Recipe(block_size=4, layers=1, tap_layers=(0, 1), draft_vocabulary=12, answer_tokens=6, sequences=3, float32=True)
+    small = {"hidden_size": 16, "intermediate_size": 24, "opening_lengths": (2,), "own_openings": 24, "rows": 3, "row_length": 9}
+    steps = {"target_steps": 3, "drafter_steps": 3, "head_steps": 3}
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    small = {"target_steps": 3, "drafter_steps": 3, "lines": 3, "texts": 3, "own_openings": 3, "answer_letters": 6}
     try:
         for name, seed in (("one", 7), ("two", 7), ("other", 8)):
-            build(tmp_path / name, Recipe(seed=seed, hidden_size=16, intermediate_size=24, opening_letters=(3,), **small), lines)
+            recipe = TinyRecipe(seed=seed, training=replace(training, seed=seed), **small, **steps)
+            build(tmp_path / name, recipe, text)
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-    contents = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two", "other")]
-    assert len(contents[0]) == 6
-    assert contents[0] == contents[1]
-    assert contents[0]["model.safetensors"] != contents[2]["model.safetensors"]
-    assert contents[0]["target.safetensors"] != contents[2]["target.safetensors"]
+    one, two, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two", "other"))
+    assert one.keys() == {path.name for path in FOLDER.iterdir()}
+    assert one == two
+    for name in ("target.safetensors", "model.safetensors", "heads.safetensors"):
+        assert one[name] != other[name]
+    assert b"seconds" not in one["provenance.json"].split(b'"drafter": {')[1], "steps are no seconds"
 
 
 def test_a_damaged_file_is_no_drafter(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def train_heads(
     seconds: float,
     folder: Path,
     settings: HeadRecipe | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> TrainedHeads:
     """Train until `seconds` of training time are used up (time of earlier, interrupted runs in `folder` counts), then fit.
 
@@ -95,7 +97,7 @@ def train_heads(
         raise UserError("No answer is long enough to train heads on: each needs two tokens.")
     torch.manual_seed(recipe.seed)
     trainer = HeadTrainer(config, recipe, settings, checkpoint, target_tensors)
-    look = _run(trainer, training, held_out, seconds, folder)
+    look = _run(trainer, training, held_out, seconds, folder, now)
     parareal, gap = trainer.fit(training, held_out)
     return TrainedHeads(trainer.tensors(), parareal, gap, look)
 
@@ -126,13 +128,13 @@ def add_heads(
     return trained
 
 
-def write_heads(folder: Path, trained: TrainedHeads, log: Path) -> None:
-    """TRAINED_FILES in `folder`, each whole or not at all. A manifest must be written after them."""
+def write_heads(folder: Path, trained: TrainedHeads, log: Path | None = None) -> None:
+    """TRAINED_FILES in `folder`, each whole or not at all; the log if there is one. A manifest must be written after them."""
     with replacing(folder / HEADS_FILE) as part:
         save_tensors(trained.tensors, part)
     for name, content in ((PARAREAL_FILE, trained.parareal), (GAP_FILE, trained.gap)):
         replace_file(folder / name, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode("utf-8"))
-    if log.exists():
+    if log and log.exists():
         replace_file(folder / HEADS_LOG_FILE, log.read_bytes())
 
 
@@ -148,7 +150,12 @@ class _Progress:
 
 
 def _run(
-    trainer: HeadTrainer, training: list[Sequence], held_out: list[Sequence], seconds: float, folder: Path
+    trainer: HeadTrainer,
+    training: list[Sequence],
+    held_out: list[Sequence],
+    seconds: float,
+    folder: Path,
+    now: Callable[[], float],
 ) -> dict[str, Any]:
     """The loop; returns the last look."""
     recipe, block_size = trainer.recipe, trainer.config.block_size
@@ -162,7 +169,7 @@ def _run(
     losses: dict[str, float] = {}
     next_look = progress.seconds + LOOK_EVERY_S
     bar = tqdm(total=round(seconds), initial=min(round(progress.seconds), round(seconds)), unit="s", disable=None, desc="heads")
-    began = time.monotonic() - progress.seconds
+    began = now() - progress.seconds
     try:
         while progress.seconds < seconds:
             if not order:
@@ -171,7 +178,7 @@ def _run(
             blocks = cut_blocks(group, recipe.anchors, block_size, generator)
             losses = trainer.step(blocks, learning_rate_share(progress.seconds / seconds, recipe))
             progress.step += 1
-            progress.seconds = time.monotonic() - began
+            progress.seconds = now() - began
             bar.n = min(round(progress.seconds), bar.total)
             bar.set_postfix({name: f"{loss:.2f}" for name, loss in losses.items()}, refresh=False)
             bar.refresh()
@@ -183,7 +190,7 @@ def _run(
                 if bar.disable:  # no terminal: a line for the log instead
                     print(f"heads {progress.seconds:.0f} of {seconds:.0f} s: {json.dumps(look)}", flush=True)
                 next_look = progress.seconds + LOOK_EVERY_S
-                began = time.monotonic() - progress.seconds
+                began = now() - progress.seconds
     except KeyboardInterrupt:
         trainer.save(folder, progress)
         raise
@@ -206,7 +213,8 @@ class HeadTrainer:
     ) -> None:
         self.config, self.recipe, self.settings = config, recipe, settings
         self.exact = FrozenDrafter(config, checkpoint, target, torch.float32)
-        self.fast = FrozenDrafter(config, checkpoint, target, torch.bfloat16) if bfloat16_is_faster() else self.exact
+        faster = not recipe.float32 and bfloat16_is_faster()
+        self.fast = FrozenDrafter(config, checkpoint, target, torch.bfloat16) if faster else self.exact
         offsets = settings.jump_offsets or jump_offsets(config.block_size - 1)
         self.heads = Heads(self.exact, settings.rank, offsets, settings.jump_inner or config.hidden_size)
         named = dict(self.heads.named_parameters())

@@ -137,7 +137,7 @@ class _Trainer:
 
     def __init__(self, model: TrainableDrafter, recipe: Recipe, target: dict[str, Tensor], d2t: Tensor) -> None:
         self.model, self.config, self.recipe, self.draft_to_target = model, model.config, recipe, d2t
-        self.dtype = torch.bfloat16 if bfloat16_is_faster() else torch.float32
+        self.dtype = torch.bfloat16 if not recipe.float32 and bfloat16_is_faster() else torch.float32
         self.embedding = target["embedding"].to(self.dtype)
         self.head = target["head"][d2t].to(self.dtype).contiguous()
         self.to_draft = target_to_draft(d2t, self.config.vocabulary)
