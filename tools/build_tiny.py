@@ -70,13 +70,17 @@ class TinyRecipe:
     heads: int = 4
     kv_heads: int = 2
     positions: int = 160
-    target_steps: int = 1200
+    target_steps: int = 1400
     rows: int = 24
     row_length: int = 44
     target_rate: float = 5e-3
     warm_up: float = 0.05
     unknown_share: float = 0.08
     """Words that the target reads as unknown while it learns, so that one means something to it."""
+    leaps: float = 0.25
+    """How often a sentence is followed by a random one, although its paragraph goes on."""
+    ends: float = 0.25
+    """How often the end of a paragraph ends the text."""
     opening_lengths: tuple[int, ...] = (3, 4, 5, 6, 7)
     own_openings: int = 1600
     drafter_steps: int = 1500
@@ -174,7 +178,7 @@ def target_config(recipe: TinyRecipe, vocabulary: int) -> dict[str, Any]:
     }
 
 
-# The target: next word, on pairs of sentences that follow each other.
+# The target: next word, on the sentences of the text in ever other company.
 
 
 def train_target(recipe: TinyRecipe, words: tiny.Words, text: str) -> tuple[LlamaForCausalLM, float]:
@@ -210,20 +214,21 @@ def train_target(recipe: TinyRecipe, words: tiny.Words, text: str) -> tuple[Llam
 
 
 def text_rows(recipe: TinyRecipe, words: tiny.Words, text: str) -> Iterator[list[int]]:
-    """Rows of `row_length` ids, without end: START, then random sentences, each with the one that follows it in its paragraph.
+    """Rows of `row_length` ids, without end: START, then sentences, each followed by the next of its paragraph or by a random one.
 
-    In ever other company, a sentence is learned by its own words and not by what happened to stand before it.
+    In ever other company, a sentence is learned by its own words and not only by what stands before it.
     """
     paragraphs = [[words.encode(line)[1:] for line in paragraph.splitlines()] for paragraph in text.strip().split("\n\n")]
     order = random.Random(recipe.seed)
     while True:
-        row = [tiny.START]
+        row, following = [tiny.START], []
         while len(row) < recipe.row_length:
-            paragraph = order.choice(paragraphs)
-            sentence = order.randrange(len(paragraph))
-            pair = paragraph[sentence : sentence + 2]
-            row += [identity for line in pair for identity in line]
-            if sentence + 2 >= len(paragraph) and order.random() < 0.25:
+            if not following or order.random() < recipe.leaps:
+                paragraph = order.choice(paragraphs)
+                following = paragraph[order.randrange(len(paragraph)) :]
+            row += following[0]
+            following = following[1:]
+            if not following and order.random() < recipe.ends:
                 row.append(tiny.END)
                 break
         row += [tiny.MASK] * (recipe.row_length - len(row))
