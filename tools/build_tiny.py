@@ -214,7 +214,7 @@ def train_target(recipe: TinyRecipe, words: tiny.Words, text: str) -> tuple[Llam
 
 
 def text_rows(recipe: TinyRecipe, words: tiny.Words, text: str) -> Iterator[list[int]]:
-    """Rows of `row_length` ids, without end: START, then sentences, each followed by the next of its paragraph or by a random one.
+    """Rows of `row_length` ids, for ever: START, then sentences, each followed by the next of its paragraph or by a random one.
 
     In ever other company, a sentence is learned by its own words and not only by what stands before it.
     """
