@@ -20,7 +20,8 @@ from dflash_mini_lab.catalog import resolve
 from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig, save_checkpoint
 from dflash_mini_lab.measurement import gpu
-from dflash_mini_lab.settings import Settings
+from dflash_mini_lab.settings import GPU, Settings
+from dflash_mini_lab.settings import resolve as resolve_settings
 from dflash_mini_lab.targets import lean_build, loading
 from dflash_mini_lab.training import prepare as preparation
 from dflash_mini_lab.training.model import TrainableDrafter
@@ -107,9 +108,9 @@ def test_a_drafter_is_prepared_on_the_device_without_features_on_disk_and_a_cpu_
     assert json.loads((again / "provenance.json").read_text())["last_look"]["step"] > 0, "a CPU computes what it does not find"
 
 
-def test_the_reference_in_numpy_is_refused_rather_than_run_on_the_cpu(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="runs in NumPy, on a CPU only: python run_cpu.py --target tiny"):
-        run_benchmark(settings(Path("tiny"), tmp_path), ["run_gpu.py"])
+def test_the_reference_in_numpy_is_refused_rather_than_run_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match="it runs on NumPy alone; python run_cpu.py --target tiny measures it"):
+        resolve_settings({"target": "tiny"}, {}, GPU)
 
 
 def test_a_gpu_whose_memory_becomes_full_is_one_sentence(

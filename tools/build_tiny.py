@@ -1,10 +1,11 @@
-"""Builds artifacts/tiny: the tiny reference target, its block drafter, and the manifest that pins them. Deterministic.
+"""Builds artifacts/tiny: the tiny reference target, its block drafter and heads, and the manifest that pins them. Deterministic.
 
-    python tools/build_tiny.py                 writes artifacts/tiny (about two minutes on one core)
+    python tools/build_tiny.py                 writes artifacts/tiny (some minutes on one core)
     python tools/build_tiny.py --folder other  writes elsewhere, to compare
 
-One thread, one seed, deterministic algorithms: a second build on the same machine is the same, byte for byte. On another one the
-last bits of the weights may differ, and with them the digests. Text: benchmarks/tiny/text.txt. Needs the lab's environment
+One thread, one seed, deterministic algorithms, float32, and a clock that counts steps: a second build on the same machine is the
+same, byte for byte. On another one the last bits of the weights may differ, and with them the digests. Text:
+benchmarks/tiny/text.txt. The target is trained here; drafter and heads by the lab's own training. Needs the lab's environment
 (`.venv`); what it builds needs NumPy only.
 """
 
@@ -13,83 +14,135 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import random
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from dflash_mini_lab.cli import NUMPY_THREADS
+
+if __name__ == "__main__":  # before anything loads NumPy, which cannot be told later
+    os.environ.update(dict.fromkeys(NUMPY_THREADS, "1"))
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_mini_lab import artifacts
 from dflash_mini_lab.catalog import TARGETS
-from dflash_mini_lab.drafters.checkpoint import DrafterConfig, save_checkpoint, save_tensors
+from dflash_mini_lab.drafters.checkpoint import save_checkpoint, save_tensors
 from dflash_mini_lab.prompts import load_prompts, refuse_overlap, training_seeds
 from dflash_mini_lab.targets import tiny
-from dflash_mini_lab.training.model import TrainableDrafter
+from dflash_mini_lab.targets.lean_build import build_lean_decoder
+from dflash_mini_lab.training.blocks import choose_draft_vocabulary
+from dflash_mini_lab.training.heads import HeadRecipe, train_heads, write_heads
+from dflash_mini_lab.training.prepare import target_tensors
+from dflash_mini_lab.training.recipe import Recipe, drafter_config
+from dflash_mini_lab.training.shards import read_sequences, write_shard
+from dflash_mini_lab.training.teacher import continue_batch
+from dflash_mini_lab.training.train import train_drafter
 
 NAME = "tiny"
+READ_HERE = (
+    "block_size", "layers", "tap_layers", "draft_vocabulary", "answer_tokens", "sequences", "anchors", "teacher_share",
+    "learning_rate", "warm_up", "final_rate", "float32", "seed",
+)  # fmt: skip
 NOT_SCORED = -100
-"""Label of a position without a next character."""
+"""Label of a position without a next word."""
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Steps are optimiser steps; `lines`, `texts` and `anchors` are per step."""
+class TinyRecipe:
+    """Steps are optimiser steps; `rows` is per step. Lengths are in words and signs."""
 
     seed: int = 7
     hidden_size: int = 64
-    intermediate_size: int = 160
+    intermediate_size: int = 128
     layers: int = 2
     heads: int = 4
     kv_heads: int = 2
     positions: int = 160
-    target_steps: int = 280
-    lines: int = 24
-    target_rate: float = 4e-3
-    opening_letters: tuple[int, ...] = (6, 15, 24)
-    own_openings: int = 288
-    answer_letters: int = 72
-    drafter_layers: int = 1
-    block_size: int = 4
-    drafter_steps: int = 500
-    texts: int = 16
-    anchors: int = 24
-    drafter_rate: float = 4e-3
+    target_steps: int = 1400
+    rows: int = 24
+    row_length: int = 44
+    target_rate: float = 5e-3
     warm_up: float = 0.05
+    unknown_share: float = 0.08
+    """Words that the target reads as unknown while it learns, so that one means something to it."""
+    leaps: float = 0.25
+    """How often a sentence is followed by a random one, although its paragraph goes on."""
+    ends: float = 0.25
+    """How often the end of a paragraph ends the text."""
+    opening_lengths: tuple[int, ...] = (3, 4, 5, 6, 7)
+    own_openings: int = 1600
+    drafter_steps: int = 1500
+    head_steps: int = 800
+    training: Recipe = field(
+        default_factory=lambda: Recipe(
+            block_size=4,
+            layers=1,
+            tap_layers=(0, 1),
+            draft_vocabulary=768,
+            answer_tokens=28,
+            sequences=16,
+            anchors=12,
+            learning_rate=3e-3,
+            float32=True,
+        )
+    )
+    """Of the drafter, and of what its heads share with it."""
+    head_training: HeadRecipe = field(default_factory=lambda: HeadRecipe(candidates=32))
 
 
-def build(folder: Path, recipe: Recipe = Recipe(), lines: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train and write everything under `folder`; returns what provenance.json says. `lines`: the text, one sentence each."""
+def build(folder: Path, recipe: TinyRecipe | None = None, text: str | None = None) -> dict[str, Any]:
+    """Train and write everything under `folder`; returns what provenance.json says. `text`: a sentence a line, paragraphs parted
+    by an empty line."""
+    recipe = recipe or TinyRecipe()
+    text = held_out_text() if text is None else text
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    lines = held_out_lines() if lines is None else lines
-    target, target_loss = train_target(recipe, lines)
+    words = tiny.Words.of(text)
+    target, target_loss = train_target(recipe, words, text)
     say(f"The target's loss on its text: {target_loss}")
-    texts, starts = own_texts(recipe, target, lines)
-    say(f"It answered {len(texts)} openings.")
-    drafter, looks = train_drafter(recipe, target, texts, starts)
-    say(f"The drafter: {looks}")
+    model = drafter_config(recipe.training, target.config, NAME, tiny.MASK, len(words))
+    tensors = target_tensors(target, model)
+    with TemporaryDirectory() as place:
+        work = Path(place)
+        answer_openings(recipe, target, words, text, model.taps, work)
+        training, held_out = (read_sequences(work / side) for side in ("training", "held-out"))
+        say(f"It answered {len(training)} openings, and {len(held_out)} that nothing is trained on.")
+        vocabulary = choose_draft_vocabulary(training, recipe.training.draft_vocabulary, len(words))
+        common = (training, held_out)
+        steps = recipe.drafter_steps
+        checkpoint, look = train_drafter(model, recipe.training, tensors, vocabulary, *common, steps, work, now=step_clock())
+        steps, choices = recipe.head_steps, recipe.head_training
+        heads = train_heads(model, recipe.training, checkpoint, tensors, *common, steps, work, choices, now=step_clock())
+        answered = torch.cat([sequence.tokens[sequence.prompt_length :] for sequence in held_out])
 
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor for name, tensor in target.state_dict().items() if name != "lm_head.weight"}
-    save_tensors(weights, folder / tiny.TENSOR_FILE)
-    write_json(folder / tiny.CONFIG_FILE, target_config(recipe))
-    save_checkpoint(folder, drafter.config, dict(drafter.state_dict()))
+    save_tensors({name: t for name, t in target.state_dict().items() if name != "lm_head.weight"}, folder / tiny.TENSOR_FILE)
+    write_json(folder / tiny.CONFIG_FILE, target_config(recipe, len(words)))
+    write(folder / tiny.WORD_FILE, "".join(f"{word}\n" for word in words.words))
+    save_checkpoint(folder, model, checkpoint)
+    write_heads(folder, heads)
     provenance = {
         "made_with": "python tools/build_tiny.py",
-        "recipe": asdict(recipe),
-        "text_lines": len(lines),
-        "text_sha256": hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest(),
+        "recipe": facts_of(recipe),
+        "text_words": len(tiny.PIECES.findall(text)),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "target_loss": target_loss,
-        "drafter_texts": len(texts),
-        "last_look": looks,
+        "answers": len(training),
+        "draft_vocabulary_coverage": round(torch.isin(answered, vocabulary).float().mean().item(), 4),
+        "drafter": without_seconds(look),
+        "heads": without_seconds(heads.look),
         "torch": torch.__version__.split("+")[0],
     }
     write_json(folder / "provenance.json", provenance)
@@ -97,19 +150,19 @@ def build(folder: Path, recipe: Recipe = Recipe(), lines: Sequence[str] | None =
     return provenance
 
 
-def held_out_lines() -> list[str]:
-    """The lines of the text, once it is sure that no prompt of the lab's begins one of them."""
+def held_out_text() -> str:
+    """The text, once it is sure that no prompt of the lab's begins one of its lines."""
     entry = TARGETS[NAME]
     folder = ROOT / entry.prompts
     measured, calibration = (load_prompts(folder / name) for name in ("prompts.json", "calibration_prompts.json"))
     refuse_overlap(measured, calibration, training_seeds(folder / entry.training_texts))
-    return [line for line in (folder / entry.training_texts).read_text(encoding="utf-8").splitlines() if line]
+    return (folder / entry.training_texts).read_text(encoding="utf-8")
 
 
-def target_config(recipe: Recipe) -> dict[str, Any]:
+def target_config(recipe: TinyRecipe, vocabulary: int) -> dict[str, Any]:
     return {
         "model_type": "llama",
-        "vocab_size": 128,
+        "vocab_size": vocabulary,
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
         "num_hidden_layers": recipe.layers,
@@ -125,165 +178,114 @@ def target_config(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-# The target: next character, on whole lines.
+# The target: next word, on the sentences of the text in ever other company.
 
 
-def train_target(recipe: Recipe, lines: Sequence[str]) -> tuple[LlamaForCausalLM, float]:
+def train_target(recipe: TinyRecipe, words: tiny.Words, text: str) -> tuple[LlamaForCausalLM, float]:
     """The model and its mean loss over the last tenth of the steps."""
     torch.manual_seed(recipe.seed)
-    started = {"pad_token_id": None, "initializer_range": recipe.hidden_size**-0.5}  # the library's 0.02 is for wide models
-    model = LlamaForCausalLM(LlamaConfig(**target_config(recipe), **started))
-    rows = padded([[*tiny.encode(line), tiny.END] for line in lines])
-    losses = []
-    for batch in scheduled(model, recipe.target_steps, recipe.target_rate, recipe.warm_up, len(rows), recipe.lines):
-        ids = rows[batch]
-        ids = ids[:, : int((ids != tiny.MASK).sum(1).max())]
-        logits = model(ids[:, :-1], use_cache=False).logits
+    own = {"pad_token_id": None, "initializer_range": recipe.hidden_size**-0.5}  # the library's 0.02 is for wide models
+    model = LlamaForCausalLM(LlamaConfig(**target_config(recipe, len(words)), **own))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.target_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    first = max(1, round(recipe.warm_up * recipe.target_steps))
+    curve = torch.optim.lr_scheduler.SequentialLR(
+        optimiser,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimiser, 1 / first, total_iters=first),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, recipe.target_steps - first)),
+        ],
+        [first],
+    )
+    rows, losses = text_rows(recipe, words, text), []
+    for _ in range(recipe.target_steps):
+        ids = torch.tensor([next(rows) for _ in range(recipe.rows)])
+        unknown = (torch.rand(ids.shape) < recipe.unknown_share) & (ids >= len(tiny.SPECIAL))
+        logits = model(ids.masked_fill(unknown, tiny.UNKNOWN)[:, :-1], use_cache=False).logits
         labels = ids[:, 1:].masked_fill(ids[:, 1:] == tiny.MASK, NOT_SCORED)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_SCORED)
         loss.backward()
-        losses.append(float(loss.detach()))
-    return model.eval(), round(mean(losses[-max(1, len(losses) // 10) :]), 4)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        curve.step()
+        losses.append(loss.item())
+    last = losses[-max(1, len(losses) // 10) :]
+    return model.eval(), round(sum(last) / len(last), 4)
+
+
+def text_rows(recipe: TinyRecipe, words: tiny.Words, text: str) -> Iterator[list[int]]:
+    """Rows of `row_length` ids, for ever: START, then sentences, each followed by the next of its paragraph or by a random one.
+
+    In ever other company, a sentence is learned by its own words and not only by what stands before it.
+    """
+    paragraphs = [[words.encode(line)[1:] for line in paragraph.splitlines()] for paragraph in text.strip().split("\n\n")]
+    order = random.Random(recipe.seed)
+    while True:
+        row, following = [tiny.START], []
+        while len(row) < recipe.row_length:
+            if not following or order.random() < recipe.leaps:
+                paragraph = order.choice(paragraphs)
+                following = paragraph[order.randrange(len(paragraph)) :]
+            row += following[0]
+            following = following[1:]
+            if not following and order.random() < recipe.ends:
+                row.append(tiny.END)
+                break
+        row += [tiny.MASK] * (recipe.row_length - len(row))
+        yield row[: recipe.row_length]
 
 
 # What the target itself says: openings from the text and of its own, each answered greedily.
 
 
-@torch.inference_mode()
-def own_texts(recipe: Recipe, target: LlamaForCausalLM, lines: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Ids `[texts, length]`, MASK after the end of each; and where each answer starts `[texts]`."""
-    torch.manual_seed(recipe.seed)
-    longest = max(recipe.opening_letters)
-    own = continued(target, torch.full((recipe.own_openings, 1), tiny.START), longest, sampled=True).tolist()
-    texts, starts = [], []
-    for number, letters in enumerate(recipe.opening_letters):
-        openings = [tiny.encode(line) for line in lines if len(line) > letters] + own[number :: len(recipe.opening_letters)]
-        group = [row[: 1 + letters] for row in openings if tiny.END not in row[: 1 + letters]]
-        answered = continued(target, torch.tensor(group), recipe.answer_letters, sampled=False)
-        texts.append(F.pad(answered, (0, longest - letters), value=tiny.MASK))
-        starts += [1 + letters] * len(group)
-    return torch.cat(texts), torch.tensor(starts)
-
-
-def continued(target: LlamaForCausalLM, ids: Tensor, letters: int, sampled: bool) -> Tensor:
-    """`ids [rows, width]` with `letters` more each, MASK after an END. `sampled`: at temperature 1, else greedy."""
-    step, cache = ids, None
-    for _ in range(letters):
-        output = target(step, cache=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = output.cache, output.logits[:, -1]
-        step = torch.multinomial(logits.softmax(-1), 1) if sampled else logits.argmax(-1, keepdim=True)
-        ended = (ids[:, -1:] == tiny.END) | (ids[:, -1:] == tiny.MASK)
-        ids = torch.cat([ids, step.masked_fill(ended, tiny.MASK)], dim=1)
-    return ids
-
-
-# The drafter: random anchors in the answers, features of the frozen target.
-
-
-def train_drafter(
-    recipe: Recipe, target: LlamaForCausalLM, texts: Tensor, starts: Tensor
-) -> tuple[TrainableDrafter, dict[str, Any]]:
-    """The drafter, and its loss and accuracy per slot over the last tenth of the steps."""
-    torch.manual_seed(recipe.seed)
-    facts = target_config(recipe)
-    config = DrafterConfig(
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        layers=recipe.drafter_layers,
-        heads=recipe.heads,
-        kv_heads=recipe.kv_heads,
-        head_dim=facts["head_dim"],
-        block_size=recipe.block_size,
-        taps=tuple(range(recipe.layers)),
-        mask_token_id=tiny.MASK,
-        target_layers=recipe.layers,
-        vocabulary=facts["vocab_size"],
-        eps=facts["rms_norm_eps"],
-        rope_theta=facts["rope_theta"],
-        target_name=NAME,
-    )
-    drafter = TrainableDrafter(config)
-    for module in drafter.modules():
-        if isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)  # as the target's
-    embedding = target.get_input_embeddings().weight.detach()
-    slots = torch.arange(1, recipe.block_size)
-    weights = torch.exp(-(slots - 1) / 4.0)
-    losses, right = [], []
-    for batch in scheduled(drafter, recipe.drafter_steps, recipe.drafter_rate, recipe.warm_up, len(texts), recipe.texts):
-        ids = texts[batch]
-        features = tapped(target, ids, config.taps)
-        last = (ids != tiny.MASK).sum(1) - 2  # an anchor has at least one letter after it
-        spread = torch.rand(len(ids), recipe.anchors)
-        anchors = starts[batch, None] + (spread * (last - starts[batch] + 1).clamp(min=1)[:, None]).long()
-        anchors = torch.minimum(anchors, last.clamp(min=1)[:, None])
-        places = anchors[..., None] + slots
-        labels = ids.gather(1, places.clamp(max=ids.shape[1] - 1).flatten(1)).view(places.shape)
-        labels = labels.masked_fill((labels == tiny.MASK) | (places >= ids.shape[1]), NOT_SCORED)
-        masks = embedding[tiny.MASK].expand(*anchors.shape, recipe.block_size - 1, -1)
-        block = torch.cat([embedding[ids.gather(1, anchors)][:, :, None], masks], dim=2)
-        logits = drafter(features, block, anchors) @ embedding.T
-        each = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), ignore_index=NOT_SCORED, reduction="none")
-        scored = (labels != NOT_SCORED) * weights
-        loss = (each.view(labels.shape) * weights).sum() / scored.sum()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        right.append((logits.argmax(-1) == labels).float().mean((0, 1)))
-    recent = max(1, len(losses) // 10)
-    accuracy = torch.stack(right[-recent:]).mean(0).tolist()
-    return drafter, {"loss": round(mean(losses[-recent:]), 4), "slot_accuracy": [round(share, 4) for share in accuracy]}
-
-
-@torch.no_grad()
-def tapped(target: LlamaForCausalLM, ids: Tensor, taps: Sequence[int]) -> Tensor:
-    """Outputs of the layers in `taps`, `[texts, length, taps · hidden]`; by hooks, since the library norms its last state."""
-    outputs: dict[int, Tensor] = {}
-
-    def keep(tap: int) -> Any:
-        return lambda module, inputs, output: outputs.__setitem__(tap, output[0] if isinstance(output, tuple) else output)
-
-    hooks = [target.model.layers[tap].register_forward_hook(keep(tap)) for tap in taps]
-    target.model(ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return torch.cat([outputs[tap] for tap in taps], dim=-1)
+def answer_openings(
+    recipe: TinyRecipe, target: LlamaForCausalLM, words: tiny.Words, text: str, taps: Sequence[int], work: Path
+) -> None:
+    """Shards `work/training` of answers to openings of the text's lines and of the target's own, and `work/held-out` of answers
+    to an eighth of its own."""
+    decoder = build_lean_decoder(target, capacity=recipe.positions, measure=False)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    lines = [words.encode(line) for line in text.splitlines() if line]
+    for side in ("training", "held-out"):
+        (work / side).mkdir()
+    for length in recipe.opening_lengths:
+        blank = torch.full((recipe.own_openings // len(recipe.opening_lengths), 1), tiny.START)
+        sampled = continue_batch(decoder, blank, length, (), temperature=1.0, generator=generator)
+        own = sorted({tuple(found.tokens) for found in sampled if tiny.END not in found.tokens})
+        held_out = own[::8]
+        known = {tuple(line[: 1 + length]) for line in lines if len(line) > 1 + length}
+        for side, openings in (("training", {*own, *known} - {*held_out}), ("held-out", held_out)):
+            prompts = torch.tensor(sorted(openings))
+            answers = continue_batch(decoder, prompts, recipe.training.answer_tokens, (tiny.END,), taps)
+            write_shard(work / side / f"{length:02}.safetensors", answers)
 
 
 # Small parts.
 
 
-def scheduled(
-    model: torch.nn.Module, steps: int, rate: float, warm_up: float, size: int, batch: int
-) -> Iterator[Tensor]:
-    """Rows of each step's batch, every row once before any comes again; after the caller's `backward`, one AdamW step."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-    first = max(1, int(warm_up * steps))
-    curve = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: min(1.0, (step + 1) / first) * (0.5 + 0.5 * float(torch.cos(torch.tensor(3.1416 * step / steps))))
-    )
-    waiting = torch.randperm(size)
-    for _ in range(steps):
-        if len(waiting) < min(batch, size):
-            waiting = torch.randperm(size)
-        rows, waiting = waiting[:batch], waiting[batch:]
-        optimiser.zero_grad()
-        yield rows
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        curve.step()
+def step_clock() -> Callable[[], float]:
+    """A clock for the training loops, which train for so many seconds: every reading is one later, and there is one a step."""
+    readings = count()
+    return lambda: float(next(readings))
 
 
-def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[tiny.MASK] * (width - len(row))] for row in rows])
+def facts_of(recipe: TinyRecipe) -> dict[str, Any]:
+    """The recipe without what the lab's own preparation alone reads of it."""
+    facts = asdict(recipe)
+    return facts | {"training": {name: facts["training"][name] for name in READ_HERE}}
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def without_seconds(look: dict[str, Any]) -> dict[str, Any]:
+    """A training loop's last look without the readings of `step_clock`."""
+    return {name: value for name, value in look.items() if name not in ("training_seconds", "real_loop_tau")}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
+    write(path, json.dumps(content, indent=2) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def say(line: str) -> None:

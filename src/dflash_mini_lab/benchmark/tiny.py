@@ -26,10 +26,6 @@ WHY_NUMPY = "recomputes the visible sequence at every call; its speed says nothi
 
 def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> Model:
     """Target and drafter from the repository's files, verified. Raises UserError for what NumPy alone cannot do."""
-    if settings.device != "cpu":
-        raise UserError(
-            f"the {entry.name} reference runs in NumPy, on a CPU only: python run_cpu.py --target {entry.name}"
-        )
     if settings.dtype != "float32":
         raise UserError(f"--dtype {settings.dtype}: the {entry.name} reference runs in float32 only.")
     if settings.peers:
@@ -39,7 +35,7 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
     folder = artifacts.locate(settings, entry.name, say)
     if folder is None:
         raise UserError(f"artifacts/{entry.name} is not here; restore it with: git checkout -- artifacts/{entry.name}")
-    config, tensors = tiny.read(folder)
+    config, tensors, words = tiny.read(folder)
     manifest = artifacts.manifest_of(folder, entry.name)
     checkpoint = ablated(load_arrays(folder) if settings.methods != ("00",) else None, settings.ablate)
     stops = frozenset({tiny.END})
@@ -66,8 +62,8 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
         stop_ids=stops,
         max_positions=config.max_position_embeddings,
         block_size=checkpoint[0].block_size if checkpoint else 1,
-        encode_prompt=tiny.encode,
-        decode_text=tiny.decode,
+        encode_prompt=words.encode,
+        decode_text=words.decode,
         stock=stock,
         build=build,
         target_facts=target_facts(entry, folder, settings, facts(config), tiny.TENSOR_FILE),

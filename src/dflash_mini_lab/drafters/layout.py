@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_mini_lab.tensors import block_shapes, refuse_other_shapes
 from dflash_mini_lab.types import UserError
 
 CONFIG_FILE, TENSOR_FILE = "config.json", "model.safetensors"
@@ -130,7 +131,7 @@ def refuse_unknown(facts: dict, own: dict, where: str) -> None:
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the published layout with its shape, and the two projections of a drafter with a width of its own."""
-    hidden, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.feature_size * len(config.taps)),
         "hidden_norm.weight": (hidden,),
@@ -139,20 +140,9 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     if config.target_hidden_size:
         shapes |= {"input.weight": (hidden, config.feature_size), "output.weight": (config.feature_size, hidden)}
     for index in range(config.layers):
-        layer = f"layers.{index}."
-        shapes |= {
-            layer + "self_attn.q_proj.weight": (config.heads * d, hidden),
-            layer + "self_attn.k_proj.weight": (config.kv_heads * d, hidden),
-            layer + "self_attn.v_proj.weight": (config.kv_heads * d, hidden),
-            layer + "self_attn.o_proj.weight": (hidden, config.heads * d),
-            layer + "self_attn.q_norm.weight": (d,),
-            layer + "self_attn.k_norm.weight": (d,),
-            layer + "mlp.gate_proj.weight": (inner, hidden),
-            layer + "mlp.up_proj.weight": (inner, hidden),
-            layer + "mlp.down_proj.weight": (hidden, inner),
-            layer + "input_layernorm.weight": (hidden,),
-            layer + "post_attention_layernorm.weight": (hidden,),
-        }
+        block = block_shapes(hidden, config.intermediate_size, config.heads, config.kv_heads, config.head_dim)
+        block |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in block.items()}
     return shapes
 
 
@@ -169,11 +159,7 @@ def read_checkpoint(folder: Path, load_file: Callable[[Path], dict[str, Any]]) -
     except Exception as error:  # safetensors raises its own type without a common base; any unreadable file is the user's news
         raise UserError(f"{folder}: the drafter cannot be read ({error}).") from error
     config = parse_config(facts, str(folder / CONFIG_FILE))
-    for name, shape in tensor_shapes(config).items():
-        if name not in tensors:
-            raise UserError(f"{folder / TENSOR_FILE}: tensor {name} is missing.")
-        if tuple(tensors[name].shape) != shape:
-            raise UserError(f"{folder / TENSOR_FILE}: tensor {name} is {tuple(tensors[name].shape)}, the config says {shape}.")
+    refuse_other_shapes(folder / TENSOR_FILE, tensors, tensor_shapes(config))
     ids = tensors.get(DRAFT_TO_TARGET)
     if ids is not None and not _are_ids(ids, config.vocabulary):
         raise UserError(f"{folder / TENSOR_FILE}: {DRAFT_TO_TARGET} does not hold ascending ids below {config.vocabulary}.")

@@ -85,8 +85,9 @@ class NumpyBlockDrafter:
         head = head_weight[self.draft_ids]
         self.head = np.ascontiguousarray((head @ tensors["output.weight"] if config.target_hidden_size else head).T)
         self.rotation = rotation_table(config.rope_theta, config.head_dim, max_positions + config.block_size)
-        self.weights = {name: np.ascontiguousarray(t.T) for name, t in tensors.items() if name != DRAFT_TO_TARGET}
-        """Matrices as `[in, out]`."""
+        weights = {name: t for name, t in tensors.items() if name != DRAFT_TO_TARGET}
+        self.weights = {name: np.ascontiguousarray(t.T, embedding.dtype) for name, t in weights.items()}
+        """Matrices as `[in, out]`, in the target's number format."""
 
     def start(self, session: Session, capacity: int, needs: Sequence[str] = ()) -> NumpyBlockSession:
         return NumpyBlockSession(self, session, capacity, needs)

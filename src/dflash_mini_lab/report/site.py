@@ -13,7 +13,7 @@ from dflash_mini_lab import __version__, artifacts, benchmark_file
 from dflash_mini_lab.artifacts import Manifest
 from dflash_mini_lab.files import replace_file
 from dflash_mini_lab.report import fill, write_report
-from dflash_mini_lab.report.format import dig, moment, quantity
+from dflash_mini_lab.report.format import dig, moment, plural, quantity
 from dflash_mini_lab.report.verdict import gate_failed, verdict
 from dflash_mini_lab.types import UserError
 
@@ -84,7 +84,7 @@ def entry(benchmark: Benchmark) -> dict[str, Any]:
         "warnings": found.warnings,
         "facts": [
             ("Model", f"{target['source']}, {quantity(target['parameters'])} parameters, {target['dtype']}"),
-            ("Machine", f"{dig(machine, 'cpu', default='unknown CPU')}, {benchmark['settings']['threads']} threads"),
+            ("Machine", f"{dig(machine, 'cpu', default='unknown CPU')}, {plural(benchmark['settings']['threads'], 'thread')}"),
             ("Measured", moment(benchmark["created"])),
         ],
     }

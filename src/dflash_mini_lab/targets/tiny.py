@@ -1,12 +1,14 @@
-"""The tiny reference on disk: two Llama layers over ASCII characters, and how text becomes ids and ids text.
+"""The tiny reference on disk: two Llama layers over the words of a small text, and how text becomes ids and ids text.
 
-`target.json` and `target.safetensors` (the Llama tensor names), beside the drafter in its published layout. Reading and checking
-only; NumPy and safetensors are all that it needs.
+`target.json`, `target.safetensors` (the Llama tensor names) and `words.txt`, beside the drafter in its published layout. Reading
+and checking only; NumPy and safetensors are all that it needs.
 """
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,12 +16,17 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from dflash_mini_lab.tensors import block_shapes, refuse_other_shapes
 from dflash_mini_lab.types import UserError
 
-CONFIG_FILE, TENSOR_FILE = "target.json", "target.safetensors"
-MASK, START, END = 0, 2, 3
-"""ASCII's own control characters: NUL is the drafter's mask token, STX opens every text, ETX ends it."""
-FIRST_LETTER, LAST_LETTER, UNKNOWN = 32, 126, "?"
+CONFIG_FILE, TENSOR_FILE, WORD_FILE = "target.json", "target.safetensors", "words.txt"
+MASK, UNKNOWN, START, END = range(4)
+"""The first four words are none: the drafter's mask token, any word that the text has not, a text's start, and its end."""
+SPECIAL = ("<mask>", "<unknown>", "<start>", "<end>")
+PIECES = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
+"""A word with its apostrophes, or one sign. White space only parts them."""
+CLOSING = frozenset(".,;:?!)")
+"""Signs with no blank before them."""
 
 
 @dataclass(frozen=True)
@@ -38,51 +45,52 @@ class TinyConfig:
     rope_theta: float
 
 
-def encode(text: str) -> list[int]:
-    """STX, then a character an id: ASCII's own codes. White space is a blank, anything else that ASCII cannot write a `?`."""
-    blanks = "".join(" " if letter.isspace() else letter for letter in text)
-    known = (letter if FIRST_LETTER <= ord(letter) <= LAST_LETTER else UNKNOWN for letter in blanks)
-    return [START, *map(ord, known)]
+class Words:
+    """The vocabulary: a word's id is its line in `words.txt`, counted from 0."""
 
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words, self.ids = tuple(words), {word: identity for identity, word in enumerate(words)}
 
-def decode(ids: Sequence[int]) -> str:
-    """The letters of `ids`; control characters are not shown."""
-    return "".join(chr(identity) for identity in ids if FIRST_LETTER <= identity <= LAST_LETTER)
+    @classmethod
+    def of(cls, text: str) -> Words:
+        """Every word and sign of `text`, the most frequent first, equally frequent ones by the alphabet."""
+        counts = Counter(PIECES.findall(text))
+        return cls([*SPECIAL, *sorted(counts, key=lambda word: (-counts[word], word))])
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def encode(self, text: str) -> list[int]:
+        """START, then an id for each word and sign. A word that is only known in small letters is that one."""
+        return [START, *(self.ids.get(piece, self.ids.get(piece.lower(), UNKNOWN)) for piece in PIECES.findall(text))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """A blank and the word for each id, no blank before a closing sign. Start, end and mask are not shown."""
+        known = (self.words[identity] for identity in ids if identity not in (MASK, START, END))
+        return "".join(word if word in CLOSING else f" {word}" for word in known)
 
 
 def tensor_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the target with its shape."""
-    hidden, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
+    hidden = config.hidden_size
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     for index in range(config.num_hidden_layers):
-        layer = f"model.layers.{index}."
-        shapes |= {
-            layer + "self_attn.q_proj.weight": (config.num_attention_heads * d, hidden),
-            layer + "self_attn.k_proj.weight": (config.num_key_value_heads * d, hidden),
-            layer + "self_attn.v_proj.weight": (config.num_key_value_heads * d, hidden),
-            layer + "self_attn.o_proj.weight": (hidden, config.num_attention_heads * d),
-            layer + "mlp.gate_proj.weight": (inner, hidden),
-            layer + "mlp.up_proj.weight": (inner, hidden),
-            layer + "mlp.down_proj.weight": (hidden, inner),
-            layer + "input_layernorm.weight": (hidden,),
-            layer + "post_attention_layernorm.weight": (hidden,),
-        }
+        block = block_shapes(hidden, config.intermediate_size, heads, kv_heads, config.head_dim)
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items()}
     return shapes
 
 
-def read(folder: Path) -> tuple[TinyConfig, dict[str, np.ndarray]]:
-    """Config and tensors, every shape checked. Raises UserError naming the file and what does not fit."""
+def read(folder: Path) -> tuple[TinyConfig, dict[str, np.ndarray], Words]:
+    """Config, tensors, every shape checked, and vocabulary. Raises UserError naming the file and what does not fit."""
     try:
         facts: Mapping[str, float] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         config = TinyConfig(**{field.name: facts[field.name] for field in fields(TinyConfig)})  # type: ignore[arg-type]
         tensors = load_file(folder / TENSOR_FILE)
+        words = Words((folder / WORD_FILE).read_text(encoding="utf-8").split())
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"{folder}: the tiny target cannot be read ({type(error).__name__}: {error}).") from error
-    for name, shape in tensor_shapes(config).items():
-        found = tensors[name].shape if name in tensors else "absent"
-        if found != shape:
-            raise UserError(f"{folder / TENSOR_FILE}: tensor {name} is {found}, the config says {shape}.")
-    return config, tensors
+    refuse_other_shapes(folder / TENSOR_FILE, tensors, tensor_shapes(config))
+    if len(words.ids) != config.vocab_size or words.words[: len(SPECIAL)] != SPECIAL:
+        raise UserError(f"{folder / WORD_FILE}: has not {config.vocab_size} different words that begin with {SPECIAL}.")
+    return config, tensors, words

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def train_heads(
     seconds: float,
     folder: Path,
     settings: HeadRecipe | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> TrainedHeads:
     """Train until `seconds` of training time are used up (time of earlier, interrupted runs in `folder` counts), then fit.
 
@@ -92,7 +94,7 @@ def train_heads(
         raise UserError("No answer is long enough to train heads on: each needs two tokens.")
     torch.manual_seed(recipe.seed)
     trainer = HeadTrainer(config, recipe, settings, checkpoint, target_tensors)
-    look = train_for(seconds, trainer, training, held_out, folder)
+    look = train_for(seconds, trainer, training, held_out, folder, now)
     parareal, gap = trainer.fit(training, held_out)
     return TrainedHeads(trainer.tensors(), parareal, gap, look)
 
@@ -123,13 +125,13 @@ def add_heads(
     return trained
 
 
-def write_heads(folder: Path, trained: TrainedHeads, log: Path) -> None:
-    """TRAINED_FILES in `folder`, each whole or not at all. A manifest must be written after them."""
+def write_heads(folder: Path, trained: TrainedHeads, log: Path | None = None) -> None:
+    """TRAINED_FILES in `folder`, each whole or not at all; the log if there is one. A manifest must be written after them."""
     with replacing(folder / HEADS_FILE) as part:
         save_tensors(trained.tensors, part)
     for name, content in ((PARAREAL_FILE, trained.parareal), (GAP_FILE, trained.gap)):
         replace_file(folder / name, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode("utf-8"))
-    if log.exists():
+    if log and log.exists():
         replace_file(folder / HEADS_LOG_FILE, log.read_bytes())
 
 
@@ -154,7 +156,7 @@ class HeadTrainer:
     ) -> None:
         self.config, self.recipe, self.settings = config, recipe, settings
         self.exact = FrozenDrafter(config, checkpoint, target, torch.float32)
-        faster = bfloat16_is_faster(self.exact.device)
+        faster = not recipe.float32 and bfloat16_is_faster(self.exact.device)
         self.fast = FrozenDrafter(config, checkpoint, target, torch.bfloat16) if faster else self.exact
         offsets = settings.jump_offsets or jump_offsets(config.block_size - 1)
         with self.exact.device:

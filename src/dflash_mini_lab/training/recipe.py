@@ -42,6 +42,8 @@ class Recipe:
     own_prompts_share: float = 0.3
     """Share of the data's time that samples the target's own prompts."""
     look_every_s: float = 300.0
+    float32: bool = False
+    """Not in bfloat16 even where that is faster: which one is faster is measured, and another day's answer may differ."""
     seed: int = 7
 
 

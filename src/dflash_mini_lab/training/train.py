@@ -105,7 +105,7 @@ class DrafterTrainer:
         self.module, self.config, self.recipe, self.real_loop = model, model.config, recipe, real_loop
         self.device = target["embedding"].device
         self.draft_to_target = d2t.to(self.device)
-        self.dtype = torch.bfloat16 if bfloat16_is_faster(self.device) else torch.float32
+        self.dtype = torch.bfloat16 if not recipe.float32 and bfloat16_is_faster(self.device) else torch.float32
         self.embedding = target["embedding"].to(self.dtype)
         self.head = target["head"][self.draft_to_target].to(self.dtype).contiguous()
         self.to_draft = target_to_draft(self.draft_to_target, self.config.vocabulary)
