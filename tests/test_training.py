@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import FAMILIES, POSITIONS, TAPS, plain_greedy, random_ids, tiny_model
+from tests.tiny_models import FAMILIES, POSITIONS, TAPS, plain_greedy, random_ids, tiny_config, tiny_model
 from tokenizers import AddedToken
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
@@ -16,6 +16,7 @@ from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.training import train
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks, target_to_draft
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, teacher_cross_entropy
+from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.prepare import refuse_other_work
 from dflash_mini_lab.training.prompts import hold_out, training_texts
 from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, spread_taps
@@ -25,6 +26,8 @@ from dflash_mini_lab.training.train import learning_rate_share, train_drafter
 from dflash_mini_lab.types import UserError
 
 TINY = Recipe(block_size=4, layers=1, tap_layers=TAPS, draft_vocabulary=40, sequences=4, anchors=6, minutes=1.0)
+NARROW = replace(TINY, width=16, heads=4, window=6)
+"""A drafter with a width of its own and a window on the features."""
 
 
 def answers_of(family: str, prompts: list[list[int]], new: int, stops: tuple[int, ...] = ()) -> dict[tuple, list[int]]:
@@ -149,6 +152,24 @@ def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
     assert learning_rate_share(1.0, TINY) == pytest.approx(TINY.final_rate)
 
 
+@torch.no_grad()
+def test_a_narrow_drafter_starts_as_the_target_s_readout_in_few_directions() -> None:
+    """Of a state that lies in those directions, the scores are the target's own."""
+    generator = torch.Generator().manual_seed(0)
+    head, scale = torch.randn(50, 32, generator=generator), 1 + torch.rand(32, generator=generator)
+    model = TrainableDrafter(drafter_config(NARROW, tiny_config("llama"), "tiny", 1, 50))
+    train.warm_start(model, {"head": head, "warm.norm.weight": scale})
+    inward, outward = model.input.weight, model.output.weight
+    torch.testing.assert_close(inward @ inward.T, torch.eye(16), rtol=0, atol=1e-5)
+    assert torch.equal(outward, scale[:, None] * inward.T)
+    state = torch.randn(7, 16, generator=generator) @ inward
+    torch.testing.assert_close(model.input(state) @ model.scoring_rows(head).T, (state * scale) @ head.T, rtol=0, atol=1e-4)
+    rows = head * scale - (head * scale).mean(0)
+    kept, all_of_it = (rows @ inward.T).square().sum(), rows.square().sum()
+    singular = torch.linalg.svdvals(rows).square()
+    torch.testing.assert_close(kept / all_of_it, singular[:16].sum() / singular.sum())
+
+
 @pytest.mark.slow
 def test_a_drafter_learns_and_an_interrupted_training_goes_on(tmp_path: Path) -> None:
     sequences = sequence_on_disk(tmp_path / "answers")
@@ -203,6 +224,21 @@ def training_arguments(folder: Path) -> dict:
         "config": drafter_config(TINY, model.config, "tiny", 1, 61), "recipe": TINY, "target_tensors": tables,
         "draft_to_target": torch.arange(61), "training": sequences, "held_out": [], "seconds": 0.2, "folder": folder,
     }  # fmt: skip
+
+
+def test_every_part_of_a_narrow_drafter_is_trained(tmp_path: Path) -> None:
+    arguments = training_arguments(tmp_path)
+    sequences, tables = arguments["training"], arguments["target_tensors"]
+    torch.manual_seed(0)
+    drafter = TrainableDrafter(drafter_config(NARROW, tiny_config("llama"), "tiny", 1, 61))
+    train.warm_start(drafter, tables)
+    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    trainer = train._Trainer(drafter, NARROW, tables, torch.arange(61))
+    blocks = cut_blocks(sequences[:8], 8, NARROW.block_size, torch.Generator().manual_seed(0))
+    losses = [trainer.step(blocks, 1.0) for _ in range(12)]
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in drafter.named_parameters())
+    assert {"input.weight", "output.weight"} <= drafter.state_dict().keys() == trainer.checkpoint().keys() - {DRAFT_TO_TARGET}
 
 
 def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
