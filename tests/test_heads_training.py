@@ -35,6 +35,8 @@ from dflash_mini_lab.training.teacher import Trajectory
 from dflash_mini_lab.types import UserError
 
 TINY = Recipe(block_size=5, layers=1, tap_layers=TAPS, sequences=6, anchors=8, learning_rate=1e-2, seed=1)
+NARROW = replace(TINY, width=16, heads=4, window=3)
+"""A drafter with a width of its own and a window on the features."""
 EVERY = VOCABULARY
 SMALL = HeadRecipe(
     rank=8, jump_inner=24, candidates=EVERY, kept=EVERY, table_rate=3e-2, ridge_sequences=12, ridge_anchors=4
@@ -50,8 +52,8 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_heads, "bfloat16_is_faster", lambda device: False)
 
 
-def config() -> DrafterConfig:
-    return drafter_config(TINY, tiny_config("llama"), "tiny", 1, VOCABULARY)
+def config(recipe: Recipe = TINY) -> DrafterConfig:
+    return drafter_config(recipe, tiny_config("llama"), "tiny", 1, VOCABULARY)
 
 
 def target_tensors() -> dict[str, Tensor]:
@@ -59,10 +61,10 @@ def target_tensors() -> dict[str, Tensor]:
     return {name: torch.randn(VOCABULARY, HIDDEN, generator=generator) for name in ("embedding", "head")}
 
 
-def checkpoint(draft_vocabulary: int = VOCABULARY - 5) -> dict[str, Tensor]:
+def checkpoint(draft_vocabulary: int = VOCABULARY - 5, recipe: Recipe = TINY) -> dict[str, Tensor]:
     """A drafter that knows nothing; its draft vocabulary leaves the last five ids out."""
     generator = torch.Generator().manual_seed(4)
-    model = TrainableDrafter(config())
+    model = TrainableDrafter(config(recipe))
     for parameter in model.parameters():
         if parameter.dim() == 2:  # large enough that slot states tell contexts apart
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
@@ -91,9 +93,9 @@ def frozen() -> FrozenDrafter:
     return FrozenDrafter(config(), checkpoint(), target_tensors(), torch.float32)
 
 
-def trainer() -> HeadTrainer:
+def trainer(recipe: Recipe = TINY) -> HeadTrainer:
     torch.manual_seed(0)
-    return HeadTrainer(config(), TINY, SMALL, checkpoint(), target_tensors())
+    return HeadTrainer(config(recipe), recipe, SMALL, checkpoint(recipe=recipe), target_tensors())
 
 
 def blocks_of(some: list[Sequence], anchors: int = 8, seed: int = 0) -> Blocks:
@@ -348,18 +350,20 @@ class FixedSession:
         return next(self._rows)
 
 
-def test_what_training_sees_is_what_a_method_sees(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", [TINY, NARROW], ids=["as wide as the target", "narrow"])
+def test_what_training_sees_is_what_a_method_sees(tmp_path: Path, recipe: Recipe) -> None:
     """Context, states, candidates, every head's scores and the embedding products, against drafters/ and methods/."""
-    some, learner = sequences(tmp_path / "answers"), trainer()
+    some, learner = sequences(tmp_path / "answers"), trainer(recipe)
     for step in range(3):
         learner.step(blocks_of(some[:6], seed=step), 1.0)
     learner.module.load_state_dict(learner.tensors())  # the rounding of the file
     folder = tmp_path / "drafter"
-    save_checkpoint(folder, config(), checkpoint())
+    save_checkpoint(folder, config(recipe), checkpoint(recipe=recipe))
     parareal, gap = learner.fit(some, [])
     training_heads.write_heads(folder, training_heads.TrainedHeads(learner.tensors(), parareal, gap, {}), tmp_path / "none")
-    heads, tables = load_heads(folder, config()), target_tensors()
-    drafter = BlockDrafter(config(), checkpoint(), tables["embedding"], tables["head"], 64, measure=False, heads=heads)
+    heads, tables = load_heads(folder, config(recipe)), target_tensors()
+    tensors = checkpoint(recipe=recipe)
+    drafter = BlockDrafter(config(recipe), tensors, tables["embedding"], tables["head"], 64, measure=False, heads=heads)
     blocks, sequence = blocks_of(some[:1], anchors=3), some[0]
     seen, h = learner.exact.draft(blocks, 6), learner.module
     samples = collect_samples(learner.exact, some[:1], 3, 6, torch.Generator().manual_seed(0))

@@ -53,13 +53,16 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for module in (prepare, prompts):  # as many batches of data on any machine
             patch.setattr(module, "time", ticking)
         seen: list[Path] = []
-        made = prepare.training_texts
+        measured = [p.text for path in (TARGETS[NAME].prompt_file, TARGETS[NAME].calibration_file) for p in load_prompts(path)]
+        made, sampled = prepare.training_texts, prepare.own_prompts
 
         def watched(own: list[str], chat: bool, seeds: Path, seed: int) -> list[str]:
             seen.append(seeds)
+            assert not set(own) & set(measured), "the target wrote a prompt itself, and it is not trained on"
             return made(own, chat, seeds, seed)
 
         patch.setattr(prepare, "training_texts", watched)
+        patch.setattr(prepare, "own_prompts", lambda *arguments: [*sampled(*arguments), *measured])
         assert cli.main(["--target", NAME, "--prepare", "--prepare-minutes", "0.06", "--cpu-threads", "1"]) == 0
         assert seen == [TARGETS[NAME].training_file]
         yield home

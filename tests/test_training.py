@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import FAMILIES, POSITIONS, TAPS, WINDOWED, plain_greedy, random_ids, tiny_model
+from tests.tiny_models import FAMILIES, POSITIONS, TAPS, WINDOWED, plain_greedy, random_ids, tiny_config, tiny_model
 from tokenizers import AddedToken
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
@@ -20,7 +20,8 @@ from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks,
 from dflash_mini_lab.training.features import ComputedFeatures
 from dflash_mini_lab.training.loop import learning_rate_share
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, teacher_cross_entropy
-from dflash_mini_lab.training.prepare import refuse_other_work
+from dflash_mini_lab.training.model import TrainableDrafter
+from dflash_mini_lab.training.prepare import refuse_other_work, target_tensors
 from dflash_mini_lab.training.prompts import hold_out, training_texts
 from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, spread_taps
 from dflash_mini_lab.training.shards import Sequence, have_features, read_features, read_sequences, write_shard
@@ -29,6 +30,8 @@ from dflash_mini_lab.training.train import train_drafter
 from dflash_mini_lab.types import UserError
 
 TINY = Recipe(block_size=4, layers=1, tap_layers=TAPS, draft_vocabulary=40, sequences=4, anchors=6, minutes=1.0)
+NARROW = replace(TINY, width=16, heads=4, window=6)
+"""A drafter with a width of its own and a window on the features."""
 
 
 def decoder_of(family: str, library: bool = False) -> LeanDecoder | LibraryDecoder:
@@ -194,6 +197,14 @@ def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
     assert learning_rate_share(1.0, TINY) == pytest.approx(TINY.final_rate)
 
 
+def test_a_narrow_drafter_takes_nothing_from_the_target_that_does_not_fit_it() -> None:
+    model = TrainableDrafter(drafter_config(NARROW, tiny_config("llama"), "tiny", 1, 61))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train.warm_start(model, target_tensors(tiny_model("llama", torch.float32), model.config))
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {f"layers.0.self_attn.{part}_norm.weight" for part in "qk"}
+
+
 @pytest.mark.slow
 def test_a_drafter_learns_and_an_interrupted_training_goes_on(tmp_path: Path) -> None:
     sequences = sequence_on_disk(tmp_path / "answers")
@@ -249,6 +260,21 @@ def training_arguments(folder: Path, device: str = "cpu") -> dict:
         "config": drafter_config(TINY, model.config, "tiny", 1, 61), "recipe": TINY, "target_tensors": tables,
         "draft_to_target": torch.arange(61), "training": sequences, "held_out": [], "seconds": 0.2, "folder": folder,
     }  # fmt: skip
+
+
+def test_every_part_of_a_narrow_drafter_is_trained(tmp_path: Path) -> None:
+    arguments = training_arguments(tmp_path)
+    sequences, tables = arguments["training"], arguments["target_tensors"]
+    torch.manual_seed(0)
+    drafter = TrainableDrafter(drafter_config(NARROW, tiny_config("llama"), "tiny", 1, 61))
+    train.warm_start(drafter, tables)
+    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    trainer = train._Trainer(drafter, NARROW, tables, torch.arange(61))
+    blocks = cut_blocks(sequences[:8], 8, NARROW.block_size, torch.Generator().manual_seed(0))
+    losses = [trainer.step(blocks, 1.0) for _ in range(12)]
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in drafter.named_parameters())
+    assert {"input.weight", "output.weight"} <= drafter.state_dict().keys() == trainer.checkpoint().keys() - {DRAFT_TO_TARGET}
 
 
 def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:

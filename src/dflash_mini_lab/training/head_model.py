@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dflash_mini_lab.training.frozen import Drafted, FrozenDrafter
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, slot_cross_entropy
-from dflash_mini_lab.training.model import principal_directions
 
 JUMP_WEIGHT = 0.5
 """λ of method 04, with which the jump head's scores enter what 05 is distilled from."""
@@ -190,7 +189,9 @@ def principal_rows(embedding: Tensor, rank: int) -> Tensor:
 
     A table that starts here knows which tokens are alike, so that a rare one has learned something from its neighbours.
     """
-    rows = (embedding.float() - embedding.float().mean(0)) @ principal_directions(embedding, rank)
+    centred = embedding.float() - embedding.float().mean(0)
+    _, directions = torch.linalg.eigh(centred.T @ centred)
+    rows = centred @ directions[:, -rank:]
     if rows.shape[1] < rank:
         rows = torch.cat([rows, torch.randn(len(rows), rank - rows.shape[1])], dim=1)
     return rows / rows.std(0).clamp(min=1e-6)

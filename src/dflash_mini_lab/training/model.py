@@ -130,12 +130,6 @@ def block_mask(tokens: int, anchors: Tensor, size: int, window: int | None = Non
     return torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, float("-inf"))[:, None]
 
 
-def principal_directions(rows: Tensor, count: int) -> Tensor:
-    """`rows [n, size]` → orthonormal `[size, count]`, the directions in which the rows differ most, the first of them last."""
-    centred = rows.float() - rows.float().mean(0)
-    return torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -count:]
-
-
 def _rotate_half(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     half = x.shape[-1] // 2

@@ -117,7 +117,7 @@ def prepare(settings: Settings) -> Path:
         "dtype": dtype,
         "torch": torch.__version__,
         "target_weights": weights,
-        "started_from": artifacts.sha256(earlier) if start else "the target's own weights",
+        "started_from": artifacts.sha256(earlier) if start else _beginning(config),
         "sequences": len(training),
         "answer_tokens": sum(sequence.answer_tokens for sequence in training),
         "draft_vocabulary_coverage": _coverage(draft_to_target, held_out),
@@ -132,6 +132,10 @@ def prepare(settings: Settings) -> Path:
     if coverage := provenance["draft_vocabulary_coverage"]:
         say(f"The draft vocabulary of {len(draft_to_target)} tokens has {coverage:.1%} of the held-out answers' tokens.")
     return folder
+
+
+def _beginning(config: DrafterConfig) -> str:
+    return "random weights" if config.target_hidden_size else "the target's own last layers"
 
 
 def _earlier_drafter(target: str, config: DrafterConfig) -> tuple[Path, dict[str, Tensor] | None]:

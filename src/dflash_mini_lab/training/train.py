@@ -15,7 +15,7 @@ from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.training.blocks import Blocks, block_embeddings, cut_blocks, draft_labels, target_to_draft
 from dflash_mini_lab.training.loop import Progress, finite, train_for
 from dflash_mini_lab.training.losses import dpace_weights, expected_accepted, slot_cross_entropy, teacher_cross_entropy
-from dflash_mini_lab.training.model import TrainableDrafter, principal_directions
+from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.shards import Sequence
 
@@ -63,10 +63,8 @@ def warm_start(model: TrainableDrafter, target_tensors: dict[str, Tensor]) -> No
     """Begin with what the target already knows: its last layers' weights, and a fusion that starts as its deepest tap.
 
     The drafter's block input is the same embedding and its output goes through the same head, so the last layers are close to
-    what it must learn. In a 100-second probe this took the loss from 6.4 to 4.6. A layer whose shapes differ starts at random.
-
-    A drafter with a width of its own starts as the target's readout in as few directions: those in which the rows of its head,
-    scaled by its final norm, differ most.
+    what it must learn. In a 100-second probe this took the loss from 6.4 to 4.6. A layer whose shapes differ starts at random,
+    and so does all of a drafter with a width of its own: starting that as the target's readout gained nothing (docs/lab-log.md).
     """
     state = model.state_dict()
     for name, tensor in state.items():
@@ -74,15 +72,9 @@ def warm_start(model: TrainableDrafter, target_tensors: dict[str, Tensor]) -> No
         if source is not None and source.shape == tensor.shape:
             tensor.copy_(source)
     hidden = model.config.hidden_size
-    deepest = state["fc.weight"].mul_(0.2)[:, -model.config.feature_size :]
-    if model.output is None:
-        deepest += torch.eye(hidden)
-    else:
-        scale = target_tensors.get("warm.norm.weight", torch.ones(model.config.feature_size))
-        directions = principal_directions(target_tensors["head"] * scale, hidden)
-        deepest += directions.T
-        state["input.weight"].copy_(directions.T)
-        state["output.weight"].copy_(scale[:, None] * directions)
+    if not model.config.target_hidden_size:
+        state["fc.weight"].mul_(0.2)
+        state["fc.weight"][:, -hidden:] += torch.eye(hidden)
     for name, tensor in state.items():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             tensor.fill_(2.0)
