@@ -1,6 +1,6 @@
 """Builds artifacts/tiny: the tiny reference target, its block drafter and heads, and the manifest that pins them. Deterministic.
 
-    python tools/build_tiny.py                 writes artifacts/tiny (some minutes on one core)
+    python tools/build_tiny.py                 writes artifacts/tiny (about three minutes on one core)
     python tools/build_tiny.py --folder other  writes elsewhere, to compare
 
 One thread, one seed, deterministic algorithms, float32, and a clock that counts steps: a second build on the same machine is the
