@@ -406,13 +406,15 @@ class Calls:
         return (1, "error: no") if any(word in self.commands[-1] for word in self.failing) else (0, "")
 
 
-def installed_with(monkeypatch: pytest.MonkeyPatch, calls: Calls, uv: str | None, reached: bool) -> list[str]:
+def installed_with(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls, uv: str | None, reached: bool, package: str = "torch"
+) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(bootstrap_install, "call", calls)
     monkeypatch.setattr(bootstrap_install, "reachable", lambda index: reached)
     monkeypatch.setattr(bootstrap_install, "uv_flags", lambda python: ["--no-index"])
     monkeypatch.setattr(shutil, "which", lambda name: uv)
-    install(Path("v/bin/python"), [Path("r.txt")], {"torch": "1.0"}, "http://cpu", said.append)
+    install(Path("v/bin/python"), [Path("r.txt")], {package: "1.0"}, "http://cpu", said.append)
     return said
 
 
@@ -433,6 +435,13 @@ def test_an_unreachable_or_failing_index_leaves_torch_to_the_default(monkeypatch
     assert "could not be installed" in said[-2]
     assert "from the default index" in said[-1]
     assert "-r" in failing.commands[-1]
+
+
+def test_where_torch_is_not_wanted_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    said = installed_with(monkeypatch, calls, uv=None, reached=False, package="numpy")
+    assert not [line for line in said if "torch" in line.lower()]
+    assert len(calls.commands) == 1
 
 
 def test_uv_is_used_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,8 @@ def install(python: Path, files: Sequence[Path], pins: Mapping[str, str], torch_
         else:
             say(f"note: torch could not be installed from PyTorch's own index ({index}).")
     else:
-        say("torch comes from the default index.")
+        if "torch" in pins:
+            say("torch comes from the default index.")
     wanted = [part for file in files for part in ("-r", str(file))]
     log = attempt([[*installer, *wanted] for installer in installers], say)
     if log is not None:

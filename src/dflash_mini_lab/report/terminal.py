@@ -56,7 +56,8 @@ def _cells(row: Row) -> list[str]:
     )
     exact = "–" if row.exact is None else "✓" if row.exact else f"✗ {row.exact_runs}/{row.runs}"
     remark = row.verdict if row.verdict not in ("faster", "reference") else ""
-    return [row.name[:_LONGEST_NAME], fixed(row.speed, 1), factor, fixed(row.tau), percent(row.acceptance), exact, remark]
+    speed = fixed(row.speed, 0 if (row.speed or 0) >= 1000 else 1)  # a name needs the room more than a thousandth does
+    return [row.name[:_LONGEST_NAME], speed, factor, fixed(row.tau), percent(row.acceptance), exact, remark]
 
 
 def _line(texts: list[str], widths: list[int], left: list[bool]) -> str:
