@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_mini_lab.scores import FINGERPRINT_TOKENS, fingerprint, gumbel, hashed, margins, splitmix64, top_two, uniform
+from dflash_mini_lab.scores import FINGERPRINT_TOKENS, POLYNOMIAL, best, fingerprint, gumbel, hashed, margins, splitmix64, uniform
 
 INF = np.inf
 MASK = 2**64 - 1
@@ -48,21 +48,22 @@ def test_margins_are_differences_and_equal_infinities_have_none() -> None:
         ([INF, 1.0, INF], [0, 2]),
     ],
 )
-def test_the_two_best_come_best_first_and_the_lower_of_equal_columns_first(row: list[float], columns: list[int]) -> None:
+def test_the_best_come_best_first_and_the_lower_of_equal_columns_first(row: list[float], columns: list[int]) -> None:
     logits = np.array([row, row[::-1]], dtype=np.float32)
     before = logits.copy()
-    found, scores = top_two(logits)
+    found, scores = best(logits, 2)
     assert found[0].tolist() == columns
     assert scores[0].tolist() == [row[column] for column in columns]
     assert np.array_equal(logits, before), "the draft's logits are left as they were"
 
 
-def test_the_two_best_equal_a_stable_sort_on_random_logits_with_ties() -> None:
+def test_the_best_equal_a_stable_sort_on_random_logits_with_ties() -> None:
     order = np.random.default_rng(0)
     for _ in range(200):
         logits = order.integers(-3, 4, (order.integers(1, 6), order.integers(2, 40))).astype(np.float32)
-        found, scores = top_two(logits)
-        expected = np.argsort(-logits, axis=1, kind="stable")[:, :2]
+        k = int(order.integers(1, logits.shape[1] + 1))
+        found, scores = best(logits, k)
+        expected = np.argsort(-logits, axis=1, kind="stable")[:, :k]
         assert np.array_equal(found, expected)
         assert np.array_equal(scores, np.take_along_axis(logits, expected, 1))
 
@@ -92,8 +93,8 @@ def test_noise_is_the_same_in_every_process_and_for_every_integer_type() -> None
     environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONHASHSEED": "5"}
     printed = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == str(expected)
-    tail = [plain_hash(position, token) for position, token in enumerate(CONTEXT)]
-    context = tail[0] ^ tail[1] ^ tail[2] ^ tail[3] ^ tail[4]
+    polynomial = 5 * POLYNOMIAL**5 + sum(token * POLYNOMIAL ** (4 - place) for place, token in enumerate(CONTEXT))
+    context = plain_splitmix64(polynomial & MASK)
     assert fingerprint(CONTEXT) == fingerprint(tuple(CONTEXT)) == context
     assert expected == [(plain_hash(context, 9, slot, token, 6) >> 11) / 2**53 for slot, token in enumerate([3, 1, 4, 1])]
     for kind in (np.int32, np.int64, np.uint64):

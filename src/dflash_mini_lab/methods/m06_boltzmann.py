@@ -23,10 +23,10 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
 def draw(
     draft: Draft, slots: np.ndarray, ids: np.ndarray, scores: np.ndarray, warmest: float, salt: int
 ) -> np.ndarray:
-    """The draw in each of `slots [n]` → candidate indices `[n]`; ids, scores `[S, K]`."""
-    ids, scores = ids[slots], scores[slots].astype(np.float64)
+    """The draw in each of `slots [n]` → candidate indices `[n]`; ids, scores `[n, K]`: theirs."""
+    scores = scores.astype(np.float64)
     temperature = np.maximum(warmest * np.exp(-margins(scores)), COLDEST * warmest)
-    noise = gumbel(uniform(fingerprint(draft.committed), draft.anchor, slots[:, None], ids, salt))
+    noise = gumbel(uniform(fingerprint(draft.committed), draft.anchor, salt, slots[:, None], ids))
     return (scores / temperature[:, None] + noise).argmax(axis=1)
 
 

@@ -20,7 +20,7 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     centres = np.arange((draft.slots - 1) // 2, draft.slots // 2 + 1)
     middle = centres[[margins(scores[centres]).argmin()]]
     choice = unchosen(draft.slots)
-    choice[middle] = draw(draft, middle, ids, scores, settings["temperature"], SALT)
+    choice[middle] = draw(draft, middle, ids[middle], scores[middle], settings["temperature"], SALT)
     return Proposal.along(ids, choice, scores.shape[1] + fill_gaps(scores, choice, pairs.forward, pairs.backward))
 
 
