@@ -5,11 +5,10 @@ A round reads every weight of a model, so what a selection needs is never in cac
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from dflash_mini_lab.types import Draft, PairHead
 
@@ -23,14 +22,18 @@ _64_BITS = 2**64 - 1
 POLYNOMIAL = 0x9E3779B97F4A7C15
 """The fingerprint is a polynomial in this odd number, its coefficients the tokens, finished by SplitMix."""
 
-Words = TypeVar("Words", int, np.ndarray)
-"""64-bit words: one Python integer, which costs a tenth of NumPy's, or an array of uint64."""
+WIDEST_NOISE = 41.0
+"""No two Gumbel values lie further apart: that of the uniform 2⁻⁵³ is -3.6, that of 1 - 2⁻⁵³ is 36.7."""
+POLYNOMIAL = 0x9E3779B97F4A7C15
+"""The fingerprint is a polynomial in this odd number, its coefficients the tokens, finished by SplitMix."""
+
+WIDEST_NOISE = 41.0
+"""No two Gumbel values lie further apart: that of the uniform 2⁻⁵³ is -3.6, that of 1 - 2⁻⁵³ is 36.7."""
 
 
 def margins(scores: np.ndarray) -> np.ndarray:
     """`scores [S, ≥ 2]`, best first → `m[i] = z[i,0] - z[i,1]` in logits, `[S]`; 0 for equal scores, infinite ones too."""
-    best, second = scores[:, 0], scores[:, 1]
-    return np.subtract(best, second, out=np.zeros(len(best), best.dtype), where=best != second)
+    return np.array([first - second if first != second else 0.0 for first, second in scores[:, :2].tolist()])
 
 
 def best(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,25 +51,21 @@ def best(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return columns, scores
 
 
-def splitmix64(state: Words) -> Words:
-    """The SplitMix64 output for a state, or for every one in an array of at least one dimension (NumPy's scalars warn when they
-    wrap)."""
-    z = _wrapped(state + 0x9E3779B97F4A7C15)
-    z = _wrapped((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9)
-    z = _wrapped((z ^ (z >> 27)) * 0x94D049BB133111EB)
+def splitmix64(state: int) -> int:
+    """The SplitMix64 output for a 64-bit state."""
+    z = (state + 0x9E3779B97F4A7C15) & _64_BITS
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return z ^ (z >> 31)
 
 
-def _wrapped(words: Words) -> Words:
-    return words & _64_BITS if isinstance(words, int) else words  # an array's wrap by themselves
-
-
-def hashed(*parts: ArrayLike) -> np.ndarray:
-    """One 64-bit hash of non-negative integers, in their order; parts broadcast against each other. uint64, at least `[1]`."""
-    state: Any = 0
+def hashed(seed: int, *parts: int) -> int:
+    """One 64-bit hash of `seed`, itself a hash, and of non-negative integers below 2⁶⁴, in their order. Plain integers: a handful
+    of hashes costs less than NumPy's first operation."""
+    state = seed
     for part in parts:
-        state = splitmix64(state ^ (part if isinstance(part, int) else np.asarray(part, dtype=np.uint64)))
-    return np.array(state, dtype=np.uint64, ndmin=1)
+        state = splitmix64(state ^ part)
+    return state
 
 
 def fingerprint(committed: Sequence[int]) -> int:
@@ -77,14 +76,14 @@ def fingerprint(committed: Sequence[int]) -> int:
     return splitmix64(state)
 
 
-def uniform(*parts: ArrayLike) -> np.ndarray:
-    """Stateless noise: for every hash of `parts` a multiple of 2⁻⁵³ in the open interval (0, 1)."""
-    return np.maximum(hashed(*parts) >> 11, 1) * 2.0**-53  # the one value in 2⁵³ that would be 0 is the next one
+def uniform(seed: int, *parts: int) -> float:
+    """Stateless noise: for `hashed(seed, *parts)` a multiple of 2⁻⁵³ in the open interval (0, 1)."""
+    return max(hashed(seed, *parts) >> 11, 1) * 2.0**-53  # the one value in 2⁵³ that would be 0 is the next one
 
 
-def gumbel(uniforms: np.ndarray) -> np.ndarray:
-    """Standard Gumbel values: the argmax of `z/T + gumbel` is a draw from `softmax(z/T)`."""
-    return -np.log(-np.log(uniforms))
+def gumbel(uniform: float) -> float:
+    """A standard Gumbel value: the argmax of `z/T + gumbel` is a draw from `softmax(z/T)`."""
+    return -math.log(-math.log(uniform))
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ def propose(
     for slot in drawn:
         m, (first, second) = margin[slot], ids[slot].tolist()
         odds = math.exp(-m * (1 + SHARPENING * m) / temperature)
-        if uniform(context, draft.anchor, SALT, slot, first, second)[0] < odds / (1 + odds):
+        if uniform(context, draft.anchor, SALT, slot, first, second) < odds / (1 + odds):
             tokens[slot] = second
     return Proposal(tuple(tokens), work=2 * len(drawn))
 

@@ -15,7 +15,7 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     fit = draft.heads.gap
     assert fit is not None
     ids, scores = draft.top(2)
-    margin = np.minimum(margins(scores).astype(np.float64), LARGEST)
+    margin = np.minimum(margins(scores), LARGEST)
     gap = margin + settings["omega"] * (target_gap(fit, margin) - margin)
     tokens = ids[:, 0].tolist()
     worst = int(gap.argmin())
