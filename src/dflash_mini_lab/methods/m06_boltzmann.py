@@ -48,6 +48,6 @@ BOLTZMANN = Method(
     "DFlash6-Boltzmann",
     "one draw in every slot, at a temperature that falls where the drafter is sure",
     select,
-    settings={"temperature": 0.1, "candidates": 8},
+    settings={"temperature": 0.1, "candidates": 4},
     grid={"temperature": (0.02, 0.05, 0.1, 0.2, 0.35)},
 )

@@ -29,7 +29,7 @@ BMOBS = Method(
     "DFlash6-BMOBS",
     "06's draw in one middle slot, then outwards by logits and pair scores",
     select,
-    settings=BOLTZMANN.settings,
+    settings={"temperature": 0.1, "candidates": 8},
     grid=BOLTZMANN.grid,
     needs=("pair",),
 )
