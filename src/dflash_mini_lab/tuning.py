@@ -107,8 +107,8 @@ def agreement(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     noise: relative standard deviation of one answer's time, from answers of one width to one prompt in different repeats, all
     methods together; None with one repeat. A verdict is `same` width, `within noise` or `differ`, by the decode seconds of the
-    cells that both widths answered: the model's choice over the measured one, less 1, against 95% of the noise of so many; `unknown` without
-    a choice, a common cell or the noise.
+    cells that both widths answered: the model's choice over the measured one, less 1, against 95% of the noise of so many;
+    `unknown` without a choice, a common cell or the noise.
     """
     noise = answer_noise(trial for entry in methods.values() for trial in entry["trials"])
     return {"noise": noise, "methods": {key: _compared(entry, noise) for key, entry in methods.items()}}

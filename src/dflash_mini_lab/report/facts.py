@@ -67,6 +67,7 @@ def calibration(benchmark: Benchmark) -> dict[str, Any] | None:
     for key, entry in found["methods"].items():
         name, chosen = names.get(key, key), entry.get("chosen")
         trials = sorted(entry.get("trials") or [], key=lambda trial: -(trial.get("tokens_per_second") or 0.0))
+        speeds = [trial.get("tokens_per_second") for trial in trials]
         methods.append(
             {
                 "name": name,
@@ -76,9 +77,9 @@ def calibration(benchmark: Benchmark) -> dict[str, Any] | None:
                 "chart": charts.trials_lane(
                     f"calibration-{key}",
                     f"{name}: {plural(len(trials), 'trial')}, chosen {plain(chosen)}",
-                    f"From {fixed(trials[-1].get('tokens_per_second'), 1)} to {fixed(trials[0].get('tokens_per_second'), 1)} tok/s.",
+                    f"From {fixed(speeds[-1], 1)} to {fixed(speeds[0], 1)} tok/s.",
                     top,
-                    [trial.get("tokens_per_second") for trial in trials],
+                    speeds,
                     next((trial.get("tokens_per_second") for trial in trials if trial.get("settings") == chosen), None),
                 ) if trials else "",
                 "trials": [

@@ -35,7 +35,13 @@ def tuning(benchmark: Benchmark) -> dict[str, Any] | None:
                 "draft_cost": fixed(dig(entry, "analytic", "draft_cost")),
                 "text": f"W {plain(chosen)}",
                 "chart": charts.trials_lane(
-                    f"tuning-{key}", f"{name}: {words}", f"{tried}.", top, list(speeds.values()), speeds.get(chosen), speeds.get(expected)
+                    f"tuning-{key}",
+                    f"{name}: {words}",
+                    f"{tried}.",
+                    top,
+                    list(speeds.values()),
+                    speeds.get(chosen),
+                    speeds.get(expected),
                 ),
                 "table": [
                     (
@@ -64,7 +70,7 @@ def tuning(benchmark: Benchmark) -> dict[str, Any] | None:
 
 
 def agreement(benchmark: Benchmark) -> str:
-    """ "tuned widths agree with the cost model for 3 of 5 methods; for 1 the two differ by less than the noise, …"; empty for a run
+    """ "tuned widths agree with the cost model for 3 of 5 methods; for 1 the two differ by less than the noise"; empty for a run
     that tuned nothing. A method for which one of the two choices is missing does not agree."""
     entries = dig(benchmark, "tuning", "methods", default={})
     if not entries:
