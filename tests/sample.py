@@ -242,7 +242,17 @@ def add_mismatch(benchmark: dict[str, Any], arm: str, verdict: str = "violation"
 def add_tuning(benchmark: dict[str, Any]) -> dict[str, Any]:
     """The same run with tuned widths: method 01 as the cost model has it, method 08 otherwise."""
     benchmark["settings"]["tuning_repeats"] = 2
-    benchmark["tuning"] = {"seconds": 20.5, "methods": {"01": _tuned(4, 4), "08": _tuned(3, 6)}}
+    benchmark["tuning"] = {
+        "seconds": 20.5,
+        "methods": {"01": _tuned(4, 4), "08": _tuned(3, 6)},
+        "agreement": {
+            "noise": 0.02,
+            "methods": {
+                "01": {"verdict": "same", "cells": 0, "difference": 0.0, "noise": None},
+                "08": {"verdict": "within noise", "cells": 4, "difference": 0.012, "noise": 0.0277},
+            },
+        },
+    }
     for arm in benchmark["arms"]:
         if arm["key"] in benchmark["tuning"]["methods"]:
             arm |= {"verify_width": benchmark["tuning"]["methods"][arm["key"]]["chosen"], "verify_width_source": "tuned"}
@@ -259,7 +269,14 @@ def _tuned(chosen: int, expected: int) -> dict[str, Any]:
         model.append({"width": width, "tokens_per_round": tokens, "verify_cost": 1.0, "speedup": speedup})
     return {
         "trials": [
-            {"width": width, "tokens_per_second": 60.0 - abs(width - chosen), "tau": 1.7, "exact": width != 2} for width in widths
+            {
+                "width": width,
+                "tokens_per_second": 60.0 - abs(width - chosen),
+                "tau": 1.7,
+                "exact": width != 2,
+                "cells": [{"prompt": "factual", "repeat": repeat, "seconds": 1.5} for repeat in range(2)],
+            }
+            for width in widths
         ],
         "chosen": chosen,
         "analytic": {"chosen": expected, "slot_joint": joint, "draft_cost": 0.16, "widths": model},

@@ -32,7 +32,7 @@ def test_the_fastest_setting_is_chosen() -> None:
     assert found["chosen"] == {"threshold": 1.5}
     assert len(found["trials"]) == 6
     best = next(trial for trial in found["trials"] if trial["settings"] == found["chosen"])
-    assert best == {"settings": found["chosen"], "tokens_per_second": 2.0, "tau": 2.0, "exact": True}
+    assert best == {"settings": found["chosen"], "tokens_per_second": 2.0, "tau": 2.0, "exact": True, "prompts": 3}
 
 
 def test_an_inexact_trial_cannot_win_however_fast() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from dflash_mini_lab.crossings import Crossings
 from dflash_mini_lab.drafters import checkpoint
-from dflash_mini_lab.drafters.block import BlockDraft, BlockDrafter
+from dflash_mini_lab.drafters.block import BlockDraft, BlockDrafter, _best_on_device
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, load_checkpoint, parse_config, save_checkpoint
 from dflash_mini_lab.drafters.layout import check_fit, vocabulary_digest
 from dflash_mini_lab.training.model import TrainableDrafter
@@ -149,6 +150,22 @@ def test_candidates_of_equal_score_come_in_the_order_of_their_columns() -> None:
     draft = BlockDraft(drafter.start(FixedFeatures(torch.ones(0, HIDDEN)), 64), [10], torch.ones(3, HIDDEN))
     for k in (1, VOCABULARY, VOCABULARY + 5):
         assert draft.top(k)[0].tolist() == [list(range(min(k, VOCABULARY)))] * 3
+
+
+def test_a_search_on_a_device_finds_what_the_hosts_finds_and_both_count_the_same_crossings() -> None:
+    logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    logits[2, 4] = logits[2, 7] = 9.0  # the two best of a row
+    embedding, head = target_tables()
+    for k in (1, 2, 8):
+        device = Crossings()
+        columns, scores = _best_on_device(logits, k, device)
+        drafter = BlockDrafter(CONFIG, dict(trained_looking_model().state_dict()), embedding, head, 64, False)
+        draft = BlockDraft(drafter.start(FixedFeatures(torch.ones(0, HIDDEN)), 64), [10], torch.ones(5, HIDDEN))
+        draft._logits, before = logits.clone(), drafter.crossings.to_host.bytes
+        found = draft.top(k)
+        assert (columns.tolist(), scores.tolist()) == (found[0].tolist(), found[1].tolist())
+        assert drafter.crossings.to_host.bytes - before == device.to_host.bytes == 5 * k * (8 + 4)
+        assert torch.equal(draft._logits, logits), "the draft's logits are left as they were"
 
 
 @SHAPES

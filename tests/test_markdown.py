@@ -92,6 +92,8 @@ def test_tuned_widths_stand_beside_the_cost_models() -> None:
     (found,) = (line for line in lines("tuning", benchmark) if line.startswith("| DFlash |"))
     assert entry["agree"]
     assert found == f"| DFlash | {entry['chosen']} | {entry['analytic']['chosen']} | ✓ |"
+    (found,) = (line for line in lines("tuning", benchmark) if line.startswith("| ACT |"))
+    assert found.endswith("| 3 | 6 | within the noise, +1.2 ± 2.8% |")
 
 
 def test_an_ablation_is_named_where_the_run_is() -> None:

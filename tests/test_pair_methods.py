@@ -106,7 +106,7 @@ def test_03_takes_one_of_two_centres_by_the_parity_of_context_and_anchor() -> No
     for context in contexts(20):
         committed = (*context, ANCHOR)
         proposal = propose(MOBS, draft_of(0.5, 0.5, 0.5, 0.5, pairs={(ANCHOR, 3): 1.0, (ANCHOR, 5): 1.0}, committed=committed))
-        parity = int(hashed(fingerprint(committed), ANCHOR)[0]) % 2
+        parity = hashed(fingerprint(committed), ANCHOR) % 2
         assert proposal.tokens == tokens(("0100", "0010")[parity])
         seen.add(parity)
     assert seen == {0, 1}
@@ -311,7 +311,7 @@ def test_03_04_and_05_are_their_formulas_on_learned_heads() -> None:
         ids, z = draft.top(4)
         middle = draft.slots // 2
         if draft.slots % 2 == 0:
-            middle -= 1 - int(hashed(fingerprint(draft.committed), draft.anchor)[0]) % 2
+            middle -= 1 - hashed(fingerprint(draft.committed), draft.anchor) % 2
         after = [plain_pair(draft.heads.pair, draft.c, draft.anchor, int(token)) for token in ids[middle]] + z[middle]
         centre = plain_fill(draft, ids, z, {middle: int(ids[middle, int(np.argmax(after))])})
         assert propose(MOBS, draft, candidates=4).tokens == tuple(centre)

@@ -126,9 +126,17 @@ def test_a_stream_that_cannot_print_a_tick_gets_a_word() -> None:
 def test_a_tuned_run_says_how_often_the_cost_model_agrees_and_another_says_nothing() -> None:
     benchmark = sample_benchmark(prompts=2)
     assert "cost model" not in summary(benchmark)
-    assert summary(add_tuning(benchmark)).splitlines()[-1] == "tuned widths agree with the cost model for 1 of 2 methods"
+    once = "tuned widths agree with the cost model for 1 of 2 methods"
+    assert summary(add_tuning(benchmark)).splitlines()[-1] == f"{once}; for 1 the two differ by less than the noise"
+    compared = benchmark["tuning"]["agreement"]["methods"]
+    compared["08"]["verdict"] = "differ"
+    assert agreement(benchmark) == f"{once}; for 1 by more"
+    compared["01"]["verdict"] = compared["08"]["verdict"] = "unknown"
     benchmark["tuning"]["methods"]["01"]["agree"] = None
-    assert agreement(benchmark) == "tuned widths agree with the cost model for 0 of 2 methods"
+    never = "tuned widths agree with the cost model for 0 of 2 methods"
+    assert agreement(benchmark) == f"{never}; for 2 there is nothing to compare"
+    del benchmark["tuning"]["agreement"]
+    assert agreement(benchmark) == never, "a file of before it was recorded"
 
 
 def test_the_page_marks_the_measured_and_the_expected_width() -> None:
@@ -138,10 +146,11 @@ def test_the_page_marks_the_measured_and_the_expected_width() -> None:
     dflash, act = found["methods"]
     assert [line[-1] for line in dflash["table"]] == ["", "", "✓ measured, ✓ cost model", "", ""]
     assert [line[-1] for line in act["table"]] == ["", "✓ measured", "", "", "✓ cost model"]
-    assert act["words"] == "fastest at 3; cost model: 6"
+    assert dflash["words"] == "fastest at 4; cost model: 4"
+    assert act["words"] == "fastest at 3; cost model: 6, +1.2% time over 4 answers: within the noise (±2.8%)"
     expected = f"{1.5 / 0.0292:.1f}"  # the model's speed-up over the curve's single-row decode
-    assert act["table"][-1][:4] == (6, "57.0", expected, "1.70")
-    assert act["table"][0][6] == "✗ no"
+    assert act["table"][-1][:5] == (6, 2, "57.0", expected, "1.70")
+    assert act["table"][0][7] == "✗ no"
 
 
 @pytest.mark.parametrize("width", [40, 60, 72, 80, 200])

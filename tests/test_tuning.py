@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from tiny_lab import LyingTarget, run, settings, tiny_model
 
 from dflash_mini_lab.benchmark_file import Benchmark, read, schema_errors, write
 from dflash_mini_lab.measurement.step_log import columns
-from dflash_mini_lab.tuning import predict, tune, widths
+from dflash_mini_lab.tuning import agreement, predict, tune, widths
 from dflash_mini_lab.types import Decoded, Step, UserError
 
 PROMPTS = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
@@ -77,7 +78,7 @@ class Table:
 
     def __call__(self, width: int, prompt: str) -> Decoded:
         self.asked.append((width, prompt))
-        cold = 100.0 if len(self.asked) <= 3 else 0.0  # the first cell must not count
+        cold = 100.0 if len(self.asked) == 1 else 0.0  # the first answer must not count
         step = Step(width, width - 1, 1, 2, 0, draft=0.25, select=0.125, verify=self.verify(width) + cold, rest=0.125)
         return Decoded(tuple([0] * 3 if width in self.wrong else PROMPTS[prompt]), "budget", 0.1, (step,))
 
@@ -86,11 +87,13 @@ def test_the_fastest_width_is_measured_and_the_models_stands_beside_it() -> None
     # Two tokens in 0.5 + verify seconds: 2/2.5, 2/2, 2/3.5 tokens a second. Every round accepts one draft: E = 2 for all widths,
     # c = 0.5/2 = 0.25; on this curve 4 rows are the cheapest, so the model is wrong.
     found = tune(Table({2: 2.0, 3: 1.5, 4: 3.0}.__getitem__), 4, PROMPTS, curve(1.0, 1.25, 1.25, 1.0), repeats=2, seed=7)
-    assert found["trials"] == [
-        {"width": 2, "tokens_per_second": 0.8, "tau": 2.0, "exact": True},
-        {"width": 3, "tokens_per_second": 1.0, "tau": 2.0, "exact": True},
-        {"width": 4, "tokens_per_second": pytest.approx(2 / 3.5), "tau": 2.0, "exact": True},
-    ]
+    every = [(prompt, repeat) for repeat in range(2) for prompt in PROMPTS]
+    for trial, (width, speed, seconds, cells) in zip(
+        found["trials"], [(2, 0.8, 2.5, every), (3, 1.0, 2.0, every), (4, 2 / 3.5, 3.5, every[:3])], strict=True
+    ):
+        assert (trial["width"], trial["tokens_per_second"], trial["tau"]) == (width, pytest.approx(speed), 2.0)
+        assert [tuple(cell.values()) for cell in trial["cells"]] == [(*cell, seconds) for cell in cells]
+        assert trial["exact"]
     assert (found["chosen"], found["analytic"]["chosen"], found["agree"]) == (3, 4, False)
     assert found["analytic"]["draft_cost"] == 0.25
     assert [line["speedup"] for line in found["analytic"]["widths"]] == pytest.approx([2 / 1.5, 2 / 1.5, 2 / 1.25])
@@ -98,14 +101,29 @@ def test_the_fastest_width_is_measured_and_the_models_stands_beside_it() -> None
     assert (agreeing["chosen"], agreeing["analytic"]["chosen"], agreeing["agree"]) == (3, 3, True)
 
 
-def test_widths_are_rotated_in_every_cell_after_one_warm_up_cell() -> None:
-    table = Table(float)
-    tune(table, 4, PROMPTS, curve(1.0, 1.0, 1.0, 1.0), repeats=2, seed=7)
-    cells = [table.asked[start : start + 3] for start in range(0, len(table.asked), 3)]
-    assert len(cells) == 1 + 3 * 2
-    assert all(sorted(width for width, _ in cell) == [2, 3, 4] and len({prompt for _, prompt in cell}) == 1 for cell in cells)
-    places = Counter((place, cell[place][0]) for cell in cells[1:] for place in range(3))
-    assert set(places.values()) == {2}, "every width takes every place equally often"
+def asked_by_cell(table: Table, block: int, repeats: int) -> list[list[int]]:
+    """The widths asked in each cell of one tuning, after its warm-up answer."""
+    tune(table, block, PROMPTS, curve(*[1.0] * block), repeats=repeats, seed=7)
+    assert table.asked[0] == (block, "a"), "the warm-up"
+    cells: list[list[int]] = []
+    for place, (width, prompt) in enumerate(table.asked[1:]):
+        if place == 0 or prompt != table.asked[place][1]:
+            cells.append([])
+        cells[-1].append(width)
+    return cells
+
+
+def test_the_slower_half_is_out_after_each_cell_and_the_whole_block_stays_for_its_acceptance() -> None:
+    cells = [sorted(cell) for cell in asked_by_cell(Table(float), 8, repeats=2)]  # the narrower, the faster
+    assert cells == [[2, 3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 8], [2, 3, 8], [2, 3], [2, 3], [2, 3]]
+    cells = [sorted(cell) for cell in asked_by_cell(Table(lambda width: 9.0 - width), 8, repeats=1)]
+    assert cells == [[2, 3, 4, 5, 6, 7, 8], [5, 6, 7, 8], [7, 8]]
+
+
+def test_widths_rotate_from_cell_to_cell() -> None:
+    cells = asked_by_cell(Table(lambda width: 1.0), 3, repeats=4)
+    assert all(sorted(cell) == [2, 3] for cell in cells)
+    assert Counter(cell[0] for cell in cells) == {2: 6, 3: 6}, "each is the first equally often"
 
 
 def test_an_inexact_width_cannot_win_however_fast() -> None:
@@ -120,10 +138,52 @@ def test_a_text_that_is_wrong_in_the_warm_up_alone_is_wrong() -> None:
     table = Table(float)
 
     def answer(width: int, prompt: str) -> Decoded:
-        table.wrong = (2,) if len(table.asked) < 3 else ()
+        table.wrong = (4,) if not table.asked else ()
         return table(width, prompt)
 
+    table.verify = lambda width: 9.0 - width
     assert tune(answer, 4, PROMPTS, curve(1.0, 1.0, 1.0, 1.0), repeats=1, seed=7)["chosen"] == 3
+
+
+def entry(chosen: int | None, expected: int | None, seconds: dict[int, list[float]]) -> dict[str, Any]:
+    """Trials that answered prompts a, a, b, b, … in repeats 0, 1, 0, 1, …"""
+    places = [(prompt, repeat) for prompt in PROMPTS for repeat in range(2)]
+    trials = []
+    for width, times in seconds.items():
+        cells = [{"prompt": p, "repeat": r, "seconds": time} for (p, r), time in zip(places, times, strict=False)]
+        trials.append({"width": width, "cells": cells})
+    agree = chosen == expected if chosen and expected else None
+    return {"chosen": chosen, "analytic": expected and {"chosen": expected}, "agree": agree, "trials": trials}
+
+
+def test_choices_that_differ_are_told_apart_by_the_noise_of_repeated_answers() -> None:
+    """Two repeats 4% apart: deviations of ±2% in logarithms, one degree of freedom a pair, so σ = √2 · 2% = 2.83%. Four answers
+    of each of two widths: 1.96 · σ · √(2/4) = 3.92%."""
+    low, high = math.exp(-0.02), math.exp(0.02)
+    calm = {3: [low, high, low, high]}
+    methods = {
+        "01": entry(3, 3, calm),
+        "02": entry(3, 4, {**calm, 4: [1.03 * low, 1.03 * high, 1.03 * low, 1.03 * high]}),
+        "03": entry(3, 4, {**calm, 4: [1.05 * low, 1.05 * high, 1.05 * low, 1.05 * high]}),
+        "04": entry(3, 4, {**calm, 4: [1.05 * low]}),  # one answer: 7.84%
+        "05": entry(None, 4, calm),
+        "06": entry(3, None, calm),
+    }
+    found = agreement(methods)
+    assert found["noise"] == pytest.approx(0.02 * math.sqrt(2))
+    verdicts = {key: line["verdict"] for key, line in found["methods"].items()}
+    assert verdicts == {
+        "01": "same", "02": "within noise", "03": "differ", "04": "within noise", "05": "unknown", "06": "unknown"
+    }
+    assert found["methods"]["03"] == {
+        "verdict": "differ", "cells": 4, "difference": pytest.approx(0.05), "noise": pytest.approx(1.96 * 0.02)
+    }
+    assert found["methods"]["04"]["noise"] == pytest.approx(1.96 * 0.04)
+
+
+def test_one_repeat_shows_no_noise_so_nothing_is_said_to_lie_within_it() -> None:
+    found = agreement({"01": entry(3, 4, {3: [1.0], 4: [1.5]})})
+    assert found == {"noise": None, "methods": {"01": {"verdict": "unknown", "cells": 1, "difference": None, "noise": None}}}
 
 
 # In a run.
@@ -145,6 +205,7 @@ def test_a_tuned_run_fits_the_schema_and_uses_the_widths_it_chose(tuned: Benchma
     assert list(methods) == ["01", "08"], "a method without settings has a width all the same"
     assert tuned["tuning"]["seconds"] > 0
     assert tuned["gate"]["exact"] == tuned["gate"]["runs"]
+    assert tuned["tuning"]["agreement"] == agreement(methods)
     for arm in tuned["arms"]:
         if arm["kind"] == "method":
             entry = methods[arm["key"]]

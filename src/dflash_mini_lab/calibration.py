@@ -45,7 +45,8 @@ class Trial:
 
     def as_json(self) -> dict[str, Any]:
         tau = self.tokens / self.rounds if self.rounds else None
-        return {"settings": self.values, "tokens_per_second": self.speed, "tau": tau, "exact": self.exact}
+        speed, prompts = self.speed, len(self.seen)
+        return {"settings": self.values, "tokens_per_second": speed, "tau": tau, "exact": self.exact, "prompts": prompts}
 
 
 def calibrate(method: Method, answer: Answer, references: Mapping[str, Sequence[int]], seed: int) -> dict[str, Any] | None:

@@ -67,4 +67,5 @@ def fill_gaps(scores: np.ndarray, choice: np.ndarray, forward: Neighbour, backwa
 
 def horizon(ends: np.ndarray, least: int = 0) -> int:
     """Slots before the first that `ends [S]` (bool) marks, all without a mark; at least `least`."""
-    return max(int(ends.argmax()) if ends.any() else len(ends), least)
+    first = int(ends.argmax())
+    return max(first if ends[first] else len(ends), least)

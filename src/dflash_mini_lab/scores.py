@@ -1,72 +1,89 @@
-"""Scores over draft candidates: margins, the two best, stateless noise, pair scores, residual steps. NumPy only."""
+"""Scores over draft candidates: the best of them, margins, stateless noise, pair scores, residual steps. NumPy only.
+
+A round reads every weight of a model, so what a selection needs is never in cache, code included: a NumPy routine costs about
+10 µs at its first call in a round and 1 µs at the next. Few different ones are worth more than few calls (docs/lab-log.md).
+"""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from dflash_mini_lab.types import Draft, PairHead
 
 FINGERPRINT_TOKENS = 32
-"""The fingerprint reads this many of the last tokens, with their positions, so that it costs the same in a long context."""
+"""The fingerprint reads this many of the last tokens, and how many there are, so that it costs the same in a long context."""
 
 LARGEST = 1e4
 """Logits and margins are clipped to this before arithmetic on them, so that an infinite one leaves no NaN behind."""
 
-_INCREMENT, _FIRST, _SECOND = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_11, _27, _30, _31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
+_64_BITS = 2**64 - 1
+POLYNOMIAL = 0x9E3779B97F4A7C15
+"""The fingerprint is a polynomial in this odd number, its coefficients the tokens, finished by SplitMix."""
+
+WIDEST_NOISE = 41.0
+"""No two Gumbel values lie further apart: that of the uniform 2⁻⁵³ is -3.6, that of 1 - 2⁻⁵³ is 36.7."""
+POLYNOMIAL = 0x9E3779B97F4A7C15
+"""The fingerprint is a polynomial in this odd number, its coefficients the tokens, finished by SplitMix."""
+
+WIDEST_NOISE = 41.0
+"""No two Gumbel values lie further apart: that of the uniform 2⁻⁵³ is -3.6, that of 1 - 2⁻⁵³ is 36.7."""
 
 
 def margins(scores: np.ndarray) -> np.ndarray:
     """`scores [S, ≥ 2]`, best first → `m[i] = z[i,0] - z[i,1]` in logits, `[S]`; 0 for equal scores, infinite ones too."""
-    best, second = scores[:, 0], scores[:, 1]
-    return np.subtract(best, second, out=np.zeros_like(best), where=best != second)
+    return np.array([first - second if first != second else 0.0 for first, second in scores[:, :2].tolist()])
 
 
-def top_two(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`logits [S, V]` → the columns `[S, 2]` of the two best and their scores, best first; of equal ones the lower column."""
-    rows = np.arange(len(logits))
-    first = logits.argmax(axis=1)
-    best = logits[rows, first]
-    logits[rows, first] = -np.inf  # hidden and put back: a copy of the logits would cost more than both searches
-    second = logits.argmax(axis=1)
-    scores = np.stack([best, logits[rows, second]], axis=1)
-    logits[rows, first] = best
-    return np.stack([first, second], axis=1), scores
+def best(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """`logits [S, V]`, V ≥ k → the columns `[S, k]` of the k best (int64) and their scores, best first; of equal ones the lower
+    column. Every row needs k finite logits; a column of -inf may come twice."""
+    slots = np.arange(len(logits))
+    columns, scores = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), logits.dtype)
+    for place in range(k):
+        found = logits.argmax(axis=1)
+        columns[:, place], scores[:, place] = found, logits[slots, found]
+        if place < k - 1:
+            logits[slots, found] = -np.inf  # hidden and put back: a copy of the logits would cost more than all searches
+    for place in range(k - 1):
+        logits[slots, columns[:, place]] = scores[:, place]
+    return columns, scores
 
 
-def splitmix64(values: np.ndarray) -> np.ndarray:
-    """The SplitMix64 output for every state in `values` (uint64, at least one dimension: NumPy's scalars warn when they wrap)."""
-    z = values + _INCREMENT
-    z = (z ^ (z >> _30)) * _FIRST
-    z = (z ^ (z >> _27)) * _SECOND
-    return z ^ (z >> _31)
+def splitmix64(state: int) -> int:
+    """The SplitMix64 output for a 64-bit state."""
+    z = (state + 0x9E3779B97F4A7C15) & _64_BITS
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64_BITS
+    return z ^ (z >> 31)
 
 
-def hashed(*parts: ArrayLike) -> np.ndarray:
-    """One 64-bit hash of non-negative integers, in their order; parts broadcast against each other. uint64."""
-    state = np.zeros(1, dtype=np.uint64)
+def hashed(seed: int, *parts: int) -> int:
+    """One 64-bit hash of `seed`, itself a hash, and of non-negative integers below 2⁶⁴, in their order. Plain integers: a handful
+    of hashes costs less than NumPy's first operation."""
+    state = seed
     for part in parts:
-        state = splitmix64(state ^ np.asarray(part, dtype=np.uint64))
+        state = splitmix64(state ^ part)
     return state
 
 
 def fingerprint(committed: Sequence[int]) -> int:
-    """64 bits from committed token ids and their positions, never from floats: every device and dtype draws the same noise."""
-    tail = committed[-FINGERPRINT_TOKENS:]
-    positions = np.arange(len(committed) - len(tail), len(committed))
-    return int(np.bitwise_xor.reduce(hashed(positions, tail)))
+    """64 bits from committed token ids and their number, never from floats: every device and dtype draws the same noise."""
+    state = len(committed)
+    for token in committed[-FINGERPRINT_TOKENS:]:
+        state = (state * POLYNOMIAL + int(token)) & _64_BITS
+    return splitmix64(state)
 
 
-def uniform(*parts: ArrayLike) -> np.ndarray:
-    """Stateless noise: for every hash of `parts` a multiple of 2⁻⁵³ in the open interval (0, 1)."""
-    return np.maximum(hashed(*parts) >> _11, 1) * 2.0**-53  # the one value in 2⁵³ that would be 0 is the next one
+def uniform(seed: int, *parts: int) -> float:
+    """Stateless noise: for `hashed(seed, *parts)` a multiple of 2⁻⁵³ in the open interval (0, 1)."""
+    return max(hashed(seed, *parts) >> 11, 1) * 2.0**-53  # the one value in 2⁵³ that would be 0 is the next one
 
 
-def gumbel(uniforms: np.ndarray) -> np.ndarray:
-    """Standard Gumbel values: the argmax of `z/T + gumbel` is a draw from `softmax(z/T)`."""
-    return -np.log(-np.log(uniforms))
+def gumbel(uniform: float) -> float:
+    """A standard Gumbel value: the argmax of `z/T + gumbel` is a draw from `softmax(z/T)`."""
+    return -math.log(-math.log(uniform))
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

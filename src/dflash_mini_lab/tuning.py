@@ -5,8 +5,10 @@ neither methods nor models: a width goes in, an answer comes out.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from dflash_mini_lab.measurement import step_log
@@ -15,6 +17,8 @@ from dflash_mini_lab.types import Decoded
 
 EVERY_WIDTH_UP_TO = 8
 """Blocks larger than this are tried at powers of two, and whole."""
+FINALISTS = 2
+"""Widths that answer every prompt in every repeat."""
 
 Answer = Callable[[int, str], Decoded]
 """Decode one calibration prompt, named by its id, with a verify width."""
@@ -24,7 +28,13 @@ Answer = Callable[[int, str], Decoded]
 class Trial:
     width: int
     logs: list[step_log.StepLog] = field(default_factory=list)
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    """Which answer each log is of, and its decode seconds."""
     exact: bool = True
+
+    def add(self, prompt: str, repeat: int, decoded: Decoded) -> None:
+        self.logs.append(step_log.columns(decoded))
+        self.cells.append({"prompt": prompt, "repeat": repeat, "seconds": decoded.decode_seconds})
 
     @property
     def speed(self) -> float | None:
@@ -34,7 +44,9 @@ class Trial:
 
     def as_json(self) -> dict[str, Any]:
         _, micro = step_log.tau(self.logs)
-        return {"width": self.width, "tokens_per_second": self.speed, "tau": micro, "exact": self.exact}
+        return {
+            "width": self.width, "tokens_per_second": self.speed, "tau": micro, "exact": self.exact, "cells": self.cells
+        }
 
 
 def widths(block_size: int) -> list[int]:
@@ -57,18 +69,24 @@ def tune(
     """The `tuning.methods` entry of one method: all trials, the width chosen, the cost model's, and whether the two agree.
 
     `references`: calibration prompt → the tokens every answer must give. `curve`: the run's `verify_cost`. Scheduled as the
-    benchmark is: every (prompt, repeat) cell asks every width once, in rotated order, after a warm-up cell whose times do not
-    count; its texts do. `chosen` is None without an exact trial; `agree` where either choice is missing.
+    benchmark is, in (prompt, repeat) cells whose order rotates, after one answer whose time does not count; its text does. By
+    successive halving: after each cell the slower half of the widths still in is out, until FINALISTS are left. The whole block
+    answers every prompt once even if it is out, for the cost model needs its acceptance. `chosen` is None without an exact
+    trial; `agree` where either choice is missing.
     """
     trials = {width: Trial(width) for width in widths(block_size)}
-    for cell in plan(list(references), repeats, [str(width) for width in trials], 1, seed):
-        for width in map(int, cell.order):
-            decoded = answer(width, cell.prompt)
-            trials[width].exact &= list(decoded.tokens) == list(references[cell.prompt])
-            if not cell.warmup:
-                trials[width].logs.append(step_log.columns(decoded))
-    chosen = fastest(list(trials.values()))
-    whole = trials[block_size]
+    whole, left = trials[block_size], list(trials.values())
+    first = next(iter(references))
+    whole.exact = list(answer(block_size, first).tokens) == list(references[first])
+    for cell in plan(list(references), repeats, [str(width) for width in trials], 0, seed):
+        for trial in (trials[int(width)] for width in cell.order):
+            if trial in left or (trial is whole and cell.repeat == 0):
+                decoded = answer(trial.width, cell.prompt)
+                trial.exact &= list(decoded.tokens) == list(references[cell.prompt])
+                trial.add(cell.prompt, cell.repeat, decoded)
+        left.sort(key=lambda trial: (not trial.exact, -(trial.speed or 0.0), trial.width))
+        left = left[: max(FINALISTS, math.ceil(len(left) / 2))]
+    chosen = fastest(left)
     analytic = predict(whole.logs, list(trials), curve, bonus) if whole.exact else None  # a wrong text says nothing of acceptance
     return {
         "trials": [trial.as_json() for trial in trials.values()],
@@ -81,7 +99,52 @@ def tune(
 def fastest(trials: Sequence[Trial]) -> int | None:
     """The width of the fastest exact trial, the narrowest of equals; None where there is none."""
     candidates = [trial for trial in trials if trial.exact and trial.speed]
-    return max(candidates, key=lambda trial: trial.speed or 0.0).width if candidates else None
+    return min(candidates, key=lambda trial: (-(trial.speed or 0.0), trial.width)).width if candidates else None
+
+
+def agreement(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The `tuning.agreement` entry: how the two choices of every method compare. `methods`: the `tuning.methods` entries.
+
+    noise: relative standard deviation of one answer's time, from answers of one width to one prompt in different repeats, all
+    methods together; None with one repeat. A verdict is `same` width, `within noise` or `differ`, by the decode seconds of the
+    cells that both widths answered: the model's choice over the measured one, less 1, against 95% of the noise of so many;
+    `unknown` without a choice, a common cell or the noise.
+    """
+    noise = answer_noise(trial for entry in methods.values() for trial in entry["trials"])
+    return {"noise": noise, "methods": {key: _compared(entry, noise) for key, entry in methods.items()}}
+
+
+def answer_noise(trials: Iterable[Mapping[str, Any]]) -> float | None:
+    squares, freedom = 0.0, 0
+    for trial in trials:
+        for _, cells in groupby(sorted(trial["cells"], key=lambda cell: cell["prompt"]), key=lambda cell: cell["prompt"]):
+            logs = [math.log(cell["seconds"]) for cell in cells if cell["seconds"] > 0]
+            mean = sum(logs) / max(len(logs), 1)
+            squares += sum((value - mean) ** 2 for value in logs)
+            freedom += max(len(logs) - 1, 0)
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def _compared(entry: Mapping[str, Any], noise: float | None) -> dict[str, Any]:
+    unknown = {"verdict": "unknown", "cells": 0, "difference": None, "noise": None}
+    if not entry["chosen"] or not entry["analytic"]:
+        return unknown
+    if entry["agree"]:
+        return {**unknown, "verdict": "same", "difference": 0.0}
+    seconds = [
+        {(cell["prompt"], cell["repeat"]): cell["seconds"] for cell in trial["cells"]}
+        for width in (entry["chosen"], entry["analytic"]["chosen"])
+        for trial in entry["trials"]
+        if trial["width"] == width
+    ]
+    both = seconds[0].keys() & seconds[1].keys()
+    mine = sum(seconds[0][cell] for cell in both)
+    if noise is None or not mine:
+        return {**unknown, "cells": len(both)}
+    difference = sum(seconds[1][cell] for cell in both) / mine - 1
+    allowed = 1.96 * noise * math.sqrt(2 / len(both))
+    verdict = "within noise" if abs(difference) <= allowed else "differ"
+    return {"verdict": verdict, "cells": len(both), "difference": difference, "noise": allowed}
 
 
 def predict(

@@ -22,7 +22,7 @@ class Proposal:
     @classmethod
     def along(cls, ids: np.ndarray, choice: np.ndarray, work: int) -> Proposal:
         """The tokens of a path: candidate `choice[i]` of slot i, from `ids [S, K]`."""
-        return cls(tuple(ids[np.arange(len(ids)), choice].tolist()), work)
+        return cls(tuple(row[index] for row, index in zip(ids.tolist(), choice.tolist(), strict=True)), work)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.prompts import Prompt
 from dflash_mini_lab.report.progress import Progress
 from dflash_mini_lab.settings import NO_BONUS
-from dflash_mini_lab.tuning import tune
+from dflash_mini_lab.tuning import agreement, tune
 from dflash_mini_lab.types import Clock, Decoded, Method, UserError
 
 
@@ -214,6 +214,7 @@ def take_tuning(run: Run, benchmark: Benchmark, engine: Engine, expected: Mappin
             )
             entry["seconds"] += clock.now() - started
             entry["methods"][key] = found
+            entry["agreement"] = agreement(entry["methods"])
             calibrated = benchmark["calibration"]["methods"]
             benchmark["arms"] = [arm.as_json() for arm in arms(run, calibrated, entry["methods"])]
             run.save(run.path, benchmark)

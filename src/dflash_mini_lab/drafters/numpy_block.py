@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit, read_checkpoint
 from dflash_mini_lab.numpy_ops import rms_norm, rotate, rotation_table, silu, softmax
+from dflash_mini_lab.scores import best
 from dflash_mini_lab.types import NO_HEADS, Heads, Session
 
 
@@ -36,11 +37,8 @@ class NumpyDraft:
         return self._drafter.heads
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        if k == 1:
-            columns = self._logits.argmax(axis=1)[:, None]
-        else:
-            columns = np.argsort(-self._logits, axis=1, kind="stable")[:, :k]  # of equal scores the lower column, as argmax
-        return self._drafter.draft_ids[columns], np.take_along_axis(self._logits, columns, 1)
+        columns, scores = best(self._logits, min(k, self._logits.shape[1]))
+        return self._drafter.draft_ids[columns], scores
 
     def logits(self) -> tuple[np.ndarray, np.ndarray]:
         return self._logits, self._drafter.draft_ids

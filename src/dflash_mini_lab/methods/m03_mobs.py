@@ -26,7 +26,7 @@ def middle_out(draft: Draft, scores: np.ndarray, pairs: PairScores) -> tuple[np.
     choice = unchosen(draft.slots)
     middle = draft.slots // 2
     if draft.slots % 2 == 0:
-        middle -= 1 - int(hashed(fingerprint(draft.committed), draft.anchor)[0] & np.uint64(1))
+        middle -= 1 - hashed(fingerprint(draft.committed), draft.anchor) % 2
     choice[middle] = (scores[middle] + pairs.after_anchor(middle)).argmax()
     return choice, scores.shape[1] + fill_gaps(scores, choice, pairs.forward, pairs.backward)
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from dflash_mini_lab.methods.m06_boltzmann import BOLTZMANN, draw
 from dflash_mini_lab.paths import fill_gaps, unchosen
 from dflash_mini_lab.scores import margins, pair_scores
@@ -17,10 +15,11 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     """`temperature` T > 0 in logits, `candidates` K ≥ 2, as in 06. Of two centres, the one of smaller margin. O(S·K)."""
     ids, scores = draft.top(int(settings["candidates"]))
     pairs = pair_scores(draft, ids)
-    centres = np.arange((draft.slots - 1) // 2, draft.slots // 2 + 1)
-    middle = centres[[margins(scores[centres]).argmin()]]
+    first = (draft.slots - 1) // 2
+    middle = first + int(margins(scores[first : draft.slots // 2 + 1]).argmin())
+    here = slice(middle, middle + 1)
     choice = unchosen(draft.slots)
-    choice[middle] = draw(draft, middle, ids, scores, settings["temperature"], SALT)
+    choice[here] = draw(draft, [middle], ids[here], scores[here], settings["temperature"], SALT)
     return Proposal.along(ids, choice, scores.shape[1] + fill_gaps(scores, choice, pairs.forward, pairs.backward))
 
 
@@ -30,7 +29,7 @@ BMOBS = Method(
     "DFlash6-BMOBS",
     "06's draw in one middle slot, then outwards by logits and pair scores",
     select,
-    settings=BOLTZMANN.settings,
+    settings={"temperature": 0.1, "candidates": 8},
     grid=BOLTZMANN.grid,
     needs=("pair",),
 )

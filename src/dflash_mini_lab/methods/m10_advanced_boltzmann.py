@@ -4,11 +4,12 @@ It finds the two best candidates on the host, in the drafter's full logits. Meth
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
-from dflash_mini_lab.scores import fingerprint, margins, top_two, uniform
+from dflash_mini_lab.scores import best, fingerprint, margins, uniform
 from dflash_mini_lab.types import Draft, Method, Proposal
 
 SALT = 10
@@ -21,7 +22,7 @@ SHARPENING = 1.5
 def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     """`temperature` T > 0 and `cutoff` in logits; `budget`: draws in a round, at most."""
     logits, ids = draft.logits()
-    columns, scores = top_two(logits)
+    columns, scores = best(logits, 2)
     return propose(draft, ids[columns], scores, settings["temperature"], settings["cutoff"], int(settings["budget"]))
 
 
@@ -33,16 +34,17 @@ def propose(
     Up to `budget` slots with `m[i] < cutoff`, by `m[i]·(1 + 0.2 i)`, take their second candidate with probability
     `1 / (1 + exp(m/T'))`, `T' = T/(1 + 1.5 m)`. Work: two scores a draw.
     """
-    tokens = ids[:, 0].copy()
-    margin = margins(scores).astype(np.float64)
-    unsure = np.flatnonzero(margin < cutoff)
-    drawn = unsure[np.argsort(margin[unsure] * (1 + LATER_SLOT * unsure), kind="stable")[:budget]]
-    if drawn.size:
-        m = margin[drawn]
-        odds = np.exp(-m * (1 + SHARPENING * m) / temperature)
-        noise = uniform(fingerprint(draft.committed), draft.anchor, drawn, ids[drawn, 0], ids[drawn, 1], SALT)
-        tokens[drawn] = ids[drawn, (noise < odds / (1 + odds)).astype(np.intp)]
-    return Proposal(tuple(tokens.tolist()), work=2 * drawn.size)
+    tokens = ids[:, 0].tolist()
+    margin = margins(scores).tolist()
+    unsure = [slot for slot, m in enumerate(margin) if m < cutoff]
+    drawn = sorted(unsure, key=lambda slot: margin[slot] * (1 + LATER_SLOT * slot))[:budget]
+    context = fingerprint(draft.committed) if drawn else 0
+    for slot in drawn:
+        m, (first, second) = margin[slot], ids[slot].tolist()
+        odds = math.exp(-m * (1 + SHARPENING * m) / temperature)
+        if uniform(context, draft.anchor, SALT, slot, first, second) < odds / (1 + odds):
+            tokens[slot] = second
+    return Proposal(tuple(tokens), work=2 * len(drawn))
 
 
 ADVANCED_BOLTZMANN = Method(

@@ -15,12 +15,13 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     fit = draft.heads.gap
     assert fit is not None
     ids, scores = draft.top(2)
-    margin = np.minimum(margins(scores).astype(np.float64), LARGEST)
+    margin = np.minimum(margins(scores), LARGEST)
     gap = margin + settings["omega"] * (target_gap(fit, margin) - margin)
-    choice = np.zeros(draft.slots, dtype=np.int64)
+    tokens = ids[:, 0].tolist()
     worst = int(gap.argmin())
-    choice[worst] = gap[worst] < settings["threshold"]
-    return Proposal.along(ids, choice, work=gap.size)
+    if gap[worst] < settings["threshold"]:
+        tokens[worst] = int(ids[worst, 1])
+    return Proposal(tuple(tokens), work=gap.size)
 
 
 def target_gap(fit: GapFit, margin: np.ndarray) -> np.ndarray:

@@ -132,6 +132,20 @@ def range_lane(ident: str, title: str, description: str, top: float, needed: flo
     )
 
 
+def trials_lane(
+    ident: str, title: str, description: str, top: float, speeds: Sequence[object], chosen: object, expected: object = None
+) -> Markup:
+    """What was tried, a hollow dot each; the filled dot was chosen, the bar across the lane is what a model would choose."""
+    middle = LANE / 2
+    shapes = [tag("line", class_="rail", x1=0, x2="100%", y1=middle, y2=middle)]
+    if is_number(expected):
+        shapes.append(tag("line", class_="needed", x1=at(expected, top), x2=at(expected, top), y1=middle - 9, y2=middle + 9))
+    shapes += [tag("circle", class_="dot hollow", cx=at(speed, top), cy=middle, r=4) for speed in speeds if is_number(speed)]
+    if is_number(chosen):
+        shapes.append(tag("circle", class_="dot", cx=at(chosen, top), cy=middle, r=6))
+    return figure(ident, title, description, LANE, *shapes, class_="chart lane")
+
+
 def slot_chart(ident: str, title: str, description: str, joint: Sequence[float], conditional: Sequence[float]) -> Markup:
     """Acceptance by slot: joint as columns, conditional as linked dots."""
     height = 150

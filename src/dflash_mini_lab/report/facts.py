@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from dflash_mini_lab.report import charts
 from dflash_mini_lab.report.format import fixed, is_number, plain, plural, quantity, seconds, size
 from dflash_mini_lab.report.ranking import Benchmark, arms
 
@@ -60,20 +61,33 @@ def calibration(benchmark: Benchmark) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not found.get("methods"):
         return None
     names = {arm["key"]: arm.get("name") or arm["key"] for arm in arms(benchmark)}
+    everything = [trial for entry in found["methods"].values() for trial in entry.get("trials") or []]
+    top = charts.scale_top([trial.get("tokens_per_second") for trial in everything])
     methods = []
     for key, entry in found["methods"].items():
-        chosen = entry.get("chosen")
+        name, chosen = names.get(key, key), entry.get("chosen")
         trials = sorted(entry.get("trials") or [], key=lambda trial: -(trial.get("tokens_per_second") or 0.0))
+        speeds = [trial.get("tokens_per_second") for trial in trials]
         methods.append(
             {
-                "name": names.get(key, key),
+                "name": name,
                 "chosen": plain(chosen),
                 "count": plural(len(trials), "trial"),
+                "text": plural(len(trials), "trial"),
+                "chart": charts.trials_lane(
+                    f"calibration-{key}",
+                    f"{name}: {plural(len(trials), 'trial')}, chosen {plain(chosen)}",
+                    f"From {fixed(speeds[-1], 1)} to {fixed(speeds[0], 1)} tok/s.",
+                    top,
+                    speeds,
+                    next((trial.get("tokens_per_second") for trial in trials if trial.get("settings") == chosen), None),
+                ) if trials else "",
                 "trials": [
                     {
                         "settings": plain(trial.get("settings")),
                         "speed": fixed(trial.get("tokens_per_second"), 1),
                         "tau": fixed(trial.get("tau")),
+                        "prompts": plain(trial.get("prompts")),
                         "exact": bool(trial.get("exact")),
                         "chosen": trial.get("settings") == chosen,
                     }
@@ -83,6 +97,7 @@ def calibration(benchmark: Benchmark) -> dict[str, Any] | None:
         )
     return {
         "methods": methods,
+        "axis": charts.axis(top),
         "prompts": plural(len(found.get("prompts") or []), "prompt"),
         "seconds": seconds(found.get("seconds")),
     }

@@ -13,7 +13,7 @@ from datetime import datetime
 from dflash_mini_lab.report import facts, measured
 from dflash_mini_lab.report.format import dig, fixed, interval, moment, percent, plain, plural, seconds, size, times
 from dflash_mini_lab.report.ranking import Benchmark, rank
-from dflash_mini_lab.report.tuning import agreement
+from dflash_mini_lab.report.tuning import agreement, difference
 from dflash_mini_lab.report.verdict import verdict_sentence
 
 MARKED = re.compile(r"<!-- (?P<name>[\w-]+): begin -->\n(?P<old>.*?)<!-- (?P=name): end -->", re.DOTALL)
@@ -173,7 +173,7 @@ def tuning(benchmark: Benchmark) -> str:
             names.get(key, key),
             plain(entry["chosen"]),
             plain(dig(entry, "analytic", "chosen")),
-            agree.get(entry["agree"], "–"),
+            difference(dig(benchmark, "tuning", "agreement", "methods", key)) or agree.get(entry["agree"], "–"),
         ]
         for key, entry in entries.items()
     ]
