@@ -63,11 +63,6 @@ def load_average() -> list[float] | None:
     return _attempt(lambda: [round(load, 2) for load in os.getloadavg()])
 
 
-def peak_memory_bytes(device: str) -> int | None:
-    """The most that PyTorch has had allocated on a CUDA device in this process; None on a CPU, where nothing counts it."""
-    return _attempt(lambda: _peak_memory_bytes(device))
-
-
 def _attempt(fact: Callable[[], T]) -> T | None:
     try:
         return fact()
@@ -190,14 +185,6 @@ def _cuda_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
-
-
-def _peak_memory_bytes(device: str) -> int | None:
-    if not device.startswith("cuda"):
-        return None
-    import torch
-
-    return torch.cuda.max_memory_allocated(device)
 
 
 def _sysctl(name: str) -> str:
