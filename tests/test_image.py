@@ -51,11 +51,12 @@ def files_of(lab: Path) -> set[str]:
 
 
 def test_a_command_behind_the_service_s_name_writes_into_the_mounted_folders_alone(image: Path) -> None:
-    """As `docker compose --profile cpu run --rm test-cpu python run_cpu.py --tune …`: without --no-bootstrap, and nothing is made."""
+    """As `docker compose --profile cpu run --rm test-cpu python run_cpu.py --tune`: no --no-bootstrap, and nothing is made."""
     before = files_of(image)
-    words = "run_cpu.py --tune --tuning-repeats 1 --target tiny --tokens 4 --repeats 1 --prompt-limit 1 --calibration-prompt-limit 1"
+    study = "--target tiny --methods 00,01 --tokens 4 --repeats 1 --prompt-limit 1"
+    choosing = "--tune --tuning-repeats 1 --calibration-tokens 3 --calibration-prompt-limit 1"
     done = subprocess.run(
-        [sys.executable, *words.split(), "--calibration-tokens", "3", "--methods", "00,01"],
+        [sys.executable, "run_cpu.py", *study.split(), *choosing.split()],
         cwd=image, env=variables(image), capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -53,7 +53,8 @@ def test_the_workflows_are_of_github_s_form() -> None:
 
 def test_a_step_that_github_does_not_know_is_found(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yml"
-    wrong.write_text(WORKFLOWS[0].read_text(encoding="utf-8").replace("timeout-minutes:", "timeout-in-minutes:"), encoding="utf-8")
+    right = WORKFLOWS[0].read_text(encoding="utf-8")
+    wrong.write_text(right.replace("timeout-minutes:", "timeout-in-minutes:"), encoding="utf-8")
     assert schema(wrong).returncode != 0
 
 
@@ -98,5 +99,6 @@ def test_compose_makes_the_model_that_the_guide_describes(kind: str) -> None:
 @not_for_310
 def test_compose_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     wrong = tmp_path / "docker-compose.yml"
-    wrong.write_text((ROOT / "docker-compose.yml").read_text(encoding="utf-8").replace("cap_drop:", "cap_drops:"), encoding="utf-8")
+    right = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    wrong.write_text(right.replace("cap_drop:", "cap_drops:"), encoding="utf-8")
     assert compose(wrong, "cpu").returncode != 0
