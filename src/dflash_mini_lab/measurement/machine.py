@@ -188,12 +188,13 @@ def _cuda_facts() -> dict[str, Any]:
 
 
 def _sysctl(name: str) -> str:
-    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    command = ["sysctl", "-n", name]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5, check=True).stdout.strip()
 
 
 def _lscpu_name() -> str | None:
     """ARM's cpuinfo names no model; lscpu knows its part numbers."""
-    listing = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=5, check=False).stdout
+    listing = subprocess.run(["lscpu"], capture_output=True, text=True, errors="replace", timeout=5, check=False).stdout
     return parse_cpuinfo(listing).get("Model name")
 
 
