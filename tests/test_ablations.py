@@ -31,7 +31,7 @@ from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.drafters import block
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, save_checkpoint
 from dflash_mini_lab.methods import METHODS, by_key
-from dflash_mini_lab.packed_linear import PACKED, PackedLinear
+from dflash_mini_lab.packed_linear import PACKED, PackedLinear, stock_plan
 from dflash_mini_lab.report.verdict import verdict
 from dflash_mini_lab.settings import ABLATIONS, Settings
 from dflash_mini_lab.targets import lean_build
@@ -114,7 +114,7 @@ def test_full_logits_are_those_of_every_row_of_the_prompt(path: str, monkeypatch
 
 
 def test_full_logits_leave_the_screen_out_and_keep_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean_build, "measure_plan", lambda weights: lean_build.stock_plan(weights[0]))
+    monkeypatch.setattr(lean_build, "measure_plan", lambda weights: stock_plan(weights[0]))
     monkeypatch.setattr(lean_build, "screen_plan", lambda weight, plan: lean_build.LinearPlan(*weight.shape, lean_build.SCREENED))
     model = type(tiny_model("qwen3"))(tiny_model("qwen3").config).eval()
     assert isinstance(lean_build.build_lean_decoder(model, 32).head, ScreenedHead)
@@ -227,7 +227,7 @@ def test_no_ablation_is_no_field_that_an_earlier_file_lacks(
     model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in (lean_build, block):  # no time is spent on measuring products
-        monkeypatch.setattr(place, "measure_plan", lambda weights: lean_build.stock_plan(weights[0]))
+        monkeypatch.setattr(place, "measure_plan", lambda weights: stock_plan(weights[0]))
     benchmark = measured(model, tmp_path, "--methods", "01")
     assert benchmark["settings"]["ablations"] is None
     assert benchmark["drafter"]["draft_vocabulary"] == 1 + len(WORDS) // 2

@@ -20,6 +20,7 @@ from dflash_mini_lab.catalog import resolve
 from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig, save_checkpoint
 from dflash_mini_lab.measurement import gpu
+from dflash_mini_lab.packed_linear import stock_plan
 from dflash_mini_lab.settings import GPU, Settings
 from dflash_mini_lab.settings import resolve as resolve_settings
 from dflash_mini_lab.targets import lean_build, loading
@@ -43,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, str]]:
     """No time is spent on measuring products, and CUDA is not asked for its memory; what it was to be asked is kept."""
     found: list[tuple[str, int, str]] = []
-    monkeypatch.setattr(lean_build, "measure_plan", lambda weights: lean_build.stock_plan(weights[0]))
-    monkeypatch.setattr("dflash_mini_lab.drafters.block.measure_plan", lambda weights: lean_build.stock_plan(weights[0]))
+    monkeypatch.setattr(lean_build, "measure_plan", lambda weights: stock_plan(weights[0]))
+    monkeypatch.setattr("dflash_mini_lab.drafters.block.measure_plan", lambda weights: stock_plan(weights[0]))
     monkeypatch.setattr(gpu, "require_memory", lambda *words: found.append(words))
     return found
 

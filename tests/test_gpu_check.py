@@ -18,6 +18,7 @@ from dflash_mini_lab.measurement.gpu import (
     needed_bytes,
     refusal,
     serves,
+    sum_in_float32,
 )
 from dflash_mini_lab.settings import GPU
 from dflash_mini_lab.types import UserError
@@ -111,3 +112,18 @@ def test_without_a_gpu_nothing_runs_on_the_cpu_instead(argv: list[str], capsys: 
 
 def test_looking_never_fails() -> None:
     assert look().torch == torch.__version__
+
+
+def test_every_product_sums_in_float32() -> None:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    reduced = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    flags = [*((matmul, name) for name in reduced), (cudnn, "allow_tf32")]
+    earlier = [getattr(place, name) for place, name in flags]
+    try:
+        for place, name in flags:
+            setattr(place, name, True)
+        sum_in_float32()
+        assert [getattr(place, name) for place, name in flags] == [False] * 4
+    finally:
+        for (place, name), value in zip(flags, earlier, strict=True):
+            setattr(place, name, value)

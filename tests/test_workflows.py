@@ -5,6 +5,8 @@ What only GitHub or Docker can tell is not tested here.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -18,7 +20,7 @@ import pytest
 import yaml
 from tests.commands import ROOT, mistakes, python_commands
 
-from dflash_mini_lab.settings import CANONICAL_TARGET, CPU, GPU, Runner
+from dflash_mini_lab.settings import CANONICAL_TARGET, CPU, DEFAULT_TARGET, GPU, TINY_TARGET, Runner
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
@@ -136,7 +138,7 @@ def test_the_tests_workflow_runs_what_a_person_runs_on_three_systems_and_two_pyt
     assert job["strategy"]["matrix"]["python"] == ["3.10", supported[1]]
 
 
-def test_the_site_waits_for_both_runs_and_for_the_checks() -> None:
+def test_the_site_waits_for_every_run_and_for_the_checks() -> None:
     content = workflow(ROOT / ".github" / "workflows" / "evidence.yml")
     jobs = content["jobs"]
     assert content["env"]["CANONICAL"] == CANONICAL_TARGET
@@ -146,15 +148,56 @@ def test_the_site_waits_for_both_runs_and_for_the_checks() -> None:
         assert not any(step.get("continue-on-error") for step in jobs[name]["steps"])
     assert "cancelled" not in str(jobs["site"]) + str(jobs["publish"])
     assert "needs" not in jobs["embedded"]  # evidence that needs no hub
+    assert jobs["embedded"]["strategy"]["matrix"]["target"] == [DEFAULT_TARGET, TINY_TARGET]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="zizmor has no build for this Python")
-def test_the_security_linter_finds_nothing() -> None:
-    zizmor = shutil.which("zizmor", path=str(Path(sys.executable).parent)) or shutil.which("zizmor")
-    assert zizmor, "zizmor is not installed: see requirements-dev.txt"
-    command = [zizmor, "--offline", "--no-progress", "--quiet", "--persona", "pedantic", str(ROOT / ".github")]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
-    assert done.returncode == 0, done.stdout + done.stderr
+# Steps that need nothing of GitHub's, run as they stand.
+
+
+def step(path: str, job: str, name: str) -> str:
+    steps = workflow(ROOT / ".github" / "workflows" / path)["jobs"][job]["steps"]
+    (found,) = [step["run"] for step in steps if step.get("name") == name]
+    return found
+
+
+def run_step(script: str, folder: Path, **variables: str) -> tuple[int, dict[str, str]]:
+    """The exit status of `script` in GitHub's shell, and what it leaves in $GITHUB_ENV or $GITHUB_OUTPUT."""
+    written = folder.parent / "written"
+    written.write_text("")
+    given = {**os.environ, **variables, "GITHUB_ENV": str(written), "GITHUB_OUTPUT": str(written)}
+    shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+    done = subprocess.run(shell, cwd=folder, env=given, capture_output=True)
+    return done.returncode, dict(line.split("=", 1) for line in written.read_text().splitlines())
+
+
+PROGRAMS = ("bash", "jq", "sha256sum")
+needs_jq = pytest.mark.skipif(
+    sys.platform == "win32" or not all(map(shutil.which, PROGRAMS)), reason="a step of GitHub's Linux, which has these programs"
+)
+
+
+@needs_jq
+def test_the_drafter_s_files_are_checked_before_they_are_released(tmp_path: Path) -> None:
+    script, prepared = step("prepare-artifacts.yml", "propose", "Check the files against their manifest"), tmp_path / "prepared"
+    shutil.copytree(ROOT / "artifacts" / "tiny", prepared)
+    digest = hashlib.sha256((prepared / "model.safetensors").read_bytes()).hexdigest()[:12]
+    assert run_step(script, prepared, TARGET="tiny") == (0, {"TAG": f"artifacts-tiny-{digest}"})
+    assert run_step(script, prepared, TARGET="qwen3-0.6b")[0] != 0, "the drafter of another target"
+    with (prepared / "model.safetensors").open("ab") as file:
+        file.write(b"0")
+    assert run_step(script, prepared, TARGET="tiny")[0] != 0
+
+
+@needs_jq
+def test_a_pinned_drafter_is_taken_from_the_release_that_its_proposal_named(tmp_path: Path) -> None:
+    name = "Is it pinned? Then it lies in a release, named after its weights"
+    script, clone = step("evidence.yml", "drafter", name), tmp_path / "clone"
+    clone.mkdir()
+    assert run_step(script, clone, CANONICAL="tiny") == (0, {})
+    shutil.copytree(ROOT / "artifacts" / "tiny", clone / "artifacts" / "tiny")
+    proposed = run_step(step("prepare-artifacts.yml", "propose", "Check the files against their manifest"),
+                        clone / "artifacts" / "tiny", TARGET="tiny")  # fmt: skip
+    assert run_step(script, clone, CANONICAL="tiny") == (0, {"release": proposed[1]["TAG"]})
 
 
 # Containers.

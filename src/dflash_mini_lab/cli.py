@@ -247,16 +247,21 @@ def with_exit_status(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         say_error("Interrupted. What was done is kept: --resume continues a benchmark, the same command goes on with --prepare.")
         return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except OSError as error:
+        if is_closed_pipe(error):  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return fail(f"the disk is full{f' at {error.filename}' if error.filename else ''}; free some space and run again.")
         if error.errno in CANNOT_WRITE and error.filename:
             places = "--output-dir, --artifact-dir, DFLASH_LAB_CACHE"
             return fail(f"{error.filename}: {error.strerror}. Choose another place ({places}).")
         raise
+
+
+def is_closed_pipe(error: OSError, windows: bool = sys.platform == "win32") -> bool:
+    """Whether nobody reads what is printed any more. Windows says that an argument is invalid."""
+    return isinstance(error, BrokenPipeError) or (windows and error.errno == errno.EINVAL and error.filename is None)
 
 
 def fail(sentence: str) -> int:

@@ -21,6 +21,7 @@ from dflash_mini_lab.measurement import machine
 from dflash_mini_lab.measurement.clock import clock_for
 from dflash_mini_lab.measurement.energy import find_energy
 from dflash_mini_lab.measurement.gpu import checked_product
+from dflash_mini_lab.measurement.memory import find_memory
 from dflash_mini_lab.methods import METHODS
 from dflash_mini_lab.settings import GPU
 from dflash_mini_lab.targets.captured_target import CapturedTarget
@@ -136,9 +137,9 @@ def test_a_round_waits_for_one_small_message_each_way() -> None:
 
 def test_memory_energy_and_machine_are_reported() -> None:
     on_gpu("llama")
-    peak = machine.peak_memory_bytes("cuda")
-    assert peak is not None
-    assert peak > 0
+    memory = find_memory("cuda")
+    held = torch.zeros(2**20, dtype=torch.uint8, device="cuda")
+    assert (memory.peak() or 0) >= (memory.before or 0) + held.numel()
     facts = machine.facts("cuda")
     assert facts["gpu"] == torch.cuda.get_device_name(0)
     assert facts["gpu_memory_bytes"] > 0

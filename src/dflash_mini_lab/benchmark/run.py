@@ -21,6 +21,7 @@ from dflash_mini_lab.catalog import resolve
 from dflash_mini_lab.decoding import refuse_without_heads
 from dflash_mini_lab.measurement.clock import clock_for
 from dflash_mini_lab.measurement.energy import Energy, find_energy
+from dflash_mini_lab.measurement.memory import find_memory
 from dflash_mini_lab.methods import METHODS, by_key
 from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_seeds
 from dflash_mini_lab.report import write_report
@@ -74,6 +75,7 @@ def measure(
         clock=clock,
         save=save,
         energy=energy,
+        memory=find_memory(model.device),
     )
     benchmark = stages.new_benchmark(run, argv)
     if settings.resume and run.path.exists():

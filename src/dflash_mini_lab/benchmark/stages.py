@@ -23,6 +23,7 @@ from dflash_mini_lab.exactness import Reference, judge, reference_greedy, stock_
 from dflash_mini_lab.measurement import machine, schedule
 from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST, measure_verify_cost
 from dflash_mini_lab.measurement.energy import Energy
+from dflash_mini_lab.measurement.memory import Memory
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.prompts import Prompt
 from dflash_mini_lab.report.progress import Progress
@@ -47,6 +48,7 @@ class Run:
     """`progress(total, label)`: a bar for one stage."""
     save: Callable[[Path, Benchmark], None] = write
     energy: Energy | None = None
+    memory: Memory | None = None
 
     @property
     def bonus(self) -> bool:
@@ -232,10 +234,17 @@ def capacity(run: Run) -> int:
 def take_execution(run: Run, benchmark: Benchmark, engine: Engine) -> None:
     """How steps run, and what is measured beside time. Of a continued run, the process that goes on describes itself."""
     energy = run.energy or Energy(None, "not asked for")
+    memory = run.memory or Memory(None, "not asked for")
     earlier = benchmark.get("execution") or {"peak_memory_bytes": None}
     benchmark["execution"] = {
         "decode": engine.decode,
         "peak_memory_bytes": earlier["peak_memory_bytes"],
+        "memory": {
+            "source": memory.source,
+            "reason": memory.reason,
+            "before_bytes": memory.before,
+            "loaded_bytes": memory.peak(),
+        },
         "energy": {"source": energy.source, "reason": energy.reason},
     }
 
@@ -336,8 +345,8 @@ def judge_mismatches(run: Run, benchmark: Benchmark, engine: Engine, references:
 def conclude(run: Run, benchmark: Benchmark) -> None:
     """Results from what has been measured, and the time at which all of it had been."""
     benchmark["machine"]["load_average_after"] = machine.load_average()
-    if execution := benchmark.get("execution"):
-        peaks = [execution["peak_memory_bytes"], machine.peak_memory_bytes(run.model.device)]
+    if run.memory and (execution := benchmark.get("execution")) and "memory" in execution:
+        peaks = [execution["peak_memory_bytes"], run.memory.peak()]
         execution["peak_memory_bytes"] = max((peak for peak in peaks if peak), default=None)
     benchmark["gate"] = results.gate(benchmark, benchmark["gate"]["mismatches"], benchmark["gate"]["verdict"] != "pending")
     benchmark["results"] = results.results(benchmark)

@@ -242,11 +242,11 @@ class BlockSession:
     def prefix_embedding(self, committed: Sequence[int]) -> np.ndarray:
         """Mean `[hidden]` of the embeddings of `committed`, which only ever grows: a round pays for its own tokens."""
         count, total = self._summed
-        table = self.drafter.embedding
-        new = torch.tensor(committed[count:], device=table.device, dtype=torch.long)
+        table, crossings = self.drafter.embedding, self.drafter.crossings
+        new = crossings.send(np.asarray(committed[count:], dtype=np.int64), table.device)
         total = total + table[new].sum(0, dtype=torch.float64)
         self._summed = (len(committed), total)
-        return self.drafter.crossings.array((total / len(committed)).float())
+        return crossings.array((total / len(committed)).float())
 
     def _read_context(self, features: Tensor) -> None:
         if not len(features):

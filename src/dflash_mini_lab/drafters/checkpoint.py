@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -52,4 +53,4 @@ def save_checkpoint(folder: Path, config: DrafterConfig, tensors: dict[str, Tens
 
 def load_checkpoint(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Config and tensors, every shape checked. Raises UserError naming the file and the tensor that does not fit."""
-    return read_checkpoint(folder, load_file)
+    return read_checkpoint(folder, partial(load_file, backend="pread"))  # Windows replaces no file that is mapped

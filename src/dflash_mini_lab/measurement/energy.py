@@ -36,8 +36,8 @@ def rapl(powercap: Path = POWERCAP) -> Energy:
     for zone in sorted(powercap.glob("intel-rapl:*")) if powercap.is_dir() else []:
         try:
             if (zone / "name").read_text(encoding="ascii").startswith("package"):
-                packages.append((zone / "energy_uj", int((zone / "max_energy_range_uj").read_text())))
-                packages[-1][0].read_text()
+                packages.append((zone / "energy_uj", int((zone / "max_energy_range_uj").read_text(encoding="ascii"))))
+                packages[-1][0].read_text(encoding="ascii")
         except (OSError, ValueError) as error:
             return Energy(None, f"{zone.name}: {getattr(error, 'strerror', None) or error}")
     if not packages:
@@ -56,7 +56,7 @@ class _Sum:
     def __call__(self) -> float | None:
         for place, (path, size) in enumerate(self._counters):
             try:
-                now = int(path.read_text())
+                now = int(path.read_text(encoding="ascii"))
             except (OSError, ValueError):
                 return None
             self._total += (now - self._last[place]) % (size + 1)

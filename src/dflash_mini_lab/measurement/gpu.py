@@ -49,13 +49,24 @@ class Cuda:
 
 
 def check(say: Callable[[str], None], dtype: str) -> None:
-    """Say what is here, and run one product. Raises UserError, one sentence, for a GPU that cannot serve."""
+    """Say what is here, and run a float16 product and one of `dtype`, summed as the run's are. Raises UserError, one sentence,
+    for a GPU that cannot serve."""
     cuda = look()
     for line in lines(cuda):
         say(line)
     if reason := refusal(cuda):
         raise UserError(reason)
-    say(checked_product("cuda", dtype))
+    sum_in_float32()
+    for kind in dict.fromkeys(("float16", dtype)):
+        say(checked_product("cuda", kind))
+
+
+def sum_in_float32() -> None:
+    """Every product of the process sums in float32, those of float16 and bfloat16 too, and float32 itself is not cut to TF32:
+    shorter sums would differ between the row counts that are compared, and ties would be taken for what the model says."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def look() -> Cuda:

@@ -63,11 +63,6 @@ def load_average() -> list[float] | None:
     return _attempt(lambda: [round(load, 2) for load in os.getloadavg()])
 
 
-def peak_memory_bytes(device: str) -> int | None:
-    """The most that PyTorch has had allocated on a CUDA device in this process; None on a CPU, where nothing counts it."""
-    return _attempt(lambda: _peak_memory_bytes(device))
-
-
 def _attempt(fact: Callable[[], T]) -> T | None:
     try:
         return fact()
@@ -192,21 +187,14 @@ def _cuda_facts() -> dict[str, Any]:
     }
 
 
-def _peak_memory_bytes(device: str) -> int | None:
-    if not device.startswith("cuda"):
-        return None
-    import torch
-
-    return torch.cuda.max_memory_allocated(device)
-
-
 def _sysctl(name: str) -> str:
-    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    command = ["sysctl", "-n", name]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5, check=True).stdout.strip()
 
 
 def _lscpu_name() -> str | None:
     """ARM's cpuinfo names no model; lscpu knows its part numbers."""
-    listing = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=5, check=False).stdout
+    listing = subprocess.run(["lscpu"], capture_output=True, text=True, errors="replace", timeout=5, check=False).stdout
     return parse_cpuinfo(listing).get("Model name")
 
 

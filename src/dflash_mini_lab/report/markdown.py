@@ -143,14 +143,15 @@ def head(benchmark: Benchmark) -> str:
 def resources(benchmark: Benchmark) -> str:
     """How long the run took, and the most memory that it held."""
     took = minutes_between(benchmark["created"], benchmark.get("finished"))
-    peak = dig(benchmark, "execution", "peak_memory_bytes")
+    peak, before = dig(benchmark, "execution", "peak_memory_bytes"), dig(benchmark, "execution", "memory", "before_bytes")
     arms, cells = plural(len(benchmark["arms"]), "arm"), plural(len(benchmark["cells"]), "cell")
     chosen = [("calibration", dig(benchmark, "calibration", "seconds")), ("tuning", dig(benchmark, "tuning", "seconds"))]
     choosing = " and ".join(f"{seconds(spent)} of {name}" for name, spent in chosen if spent)
     return (
         f"The committed run ({run_facts(benchmark).removesuffix('.')}) took "
         f"{'an unknown time' if took is None else plural(took, 'minute')} once the model was there: {arms} in {cells}, warm-ups "
-        f"included{f', and {choosing}' if choosing else ''}. Its peak memory was {size(peak) if peak else 'not recorded'}."
+        f"included{f', and {choosing}' if choosing else ''}. Its peak memory was {size(peak) if peak else 'not recorded'}"
+        f"{f', of which {size(before)} were held before a weight was read' if peak and before else ''}."
     )
 
 

@@ -56,6 +56,7 @@ class CapturedTarget(LeanTarget):
             except RuntimeError as error:
                 self.capture, self.refusal = False, " ".join(str(error).split())[:200]
                 self._steps.clear()
+                self._states.clear()
         if self.capture:
             return {"steps": "captured", "reason": None, "widths": sorted({1, *widths})}
         reason = f"CUDA refused a capture: {self.refusal}" if self.refusal else "no CUDA: the eager twin of captured steps"

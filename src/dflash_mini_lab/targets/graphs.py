@@ -8,6 +8,7 @@ The eager twin runs the same body, line for line, and that is what the tests on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,7 @@ class StaticState:
         positions = -(-capacity // ALIGNMENT) * ALIGNMENT
         self.history = empty.history
         like = decoder.embedding
+        self.device = like.device
 
         def stored(keys: dict[int, Tensor]) -> dict[int, Tensor]:
             return {index: like.new_zeros(1, key.shape[1], positions, key.shape[3]) for index, key in keys.items()}
@@ -53,6 +55,11 @@ class StaticState:
         self.keys, self.values = stored(empty.keys), stored(empty.values)
         self.windows = {index: like.new_zeros(1, self.history + widest, like.shape[1]) for index in empty.inputs}
         self.start_of_windows = empty.inputs
+
+    @cached_property
+    def capture_stream(self) -> torch.cuda.Stream:
+        """One for all steps: cuBLAS keeps a workspace for each stream that it has seen."""
+        return torch.cuda.Stream(self.device)
 
     def lease(self) -> int:
         """Begin a new sequence. The number is the sequence's own: an older one that goes on finds it changed."""
@@ -163,14 +170,13 @@ class CapturedStep:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         """Record `_body`, which runs a few times for it at position 0 of `state`: only between two sequences."""
-        stream = torch.cuda.Stream(self.inputs.device)
-        stream.wait_stream(torch.cuda.current_stream(self.inputs.device))
-        with torch.cuda.stream(stream):
+        stream, graph = self.state.capture_stream, torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self.state.device))
+        with torch.cuda.stream(stream):  # a capture that fails would leave its stream the current one
             for _ in range(WARM_UPS):
                 self._body()
-        torch.cuda.current_stream(self.inputs.device).wait_stream(stream)
-        torch.cuda.synchronize(self.inputs.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            self._body()
+            torch.cuda.synchronize(self.state.device)
+            with torch.cuda.graph(graph, stream=stream):
+                self._body()
+        torch.cuda.current_stream(self.state.device).wait_stream(stream)
         return graph

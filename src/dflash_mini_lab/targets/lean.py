@@ -197,7 +197,8 @@ class LeanDecoder:
             table = F.pad(triangle, (capacity, 0)).repeat(groups, 1)
             self._masks[run] = table
         first = table.shape[1] - run - past
-        return table[:, first : first + past + rows]
+        mask = table[:, first : first + past + rows]
+        return mask.contiguous() if mask.is_cuda else mask  # CUDA's fused kernels read rows from aligned addresses on
 
 
 def project(a: Attention, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:

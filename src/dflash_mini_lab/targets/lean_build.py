@@ -4,9 +4,9 @@ Families: Llama, Qwen2, Qwen3, LFM2. What cannot be reproduced is refused by `un
 """
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,17 +16,18 @@ from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import (
     BYTES_TO_DEFEAT_CACHE,
     PACKED,
+    PLAIN,
     SCREENED,
     LinearPlan,
     PackedLinear,
     measure_plan,
     padded_rows,
     screen_plan,
-    stock_plan,
 )
 from dflash_mini_lab.rotary import interleaved_rows
 from dflash_mini_lab.targets.lean import Attention, Layer, LeanDecoder, ShortConvolution
 from dflash_mini_lab.targets.lm_head import FullHead, LMHead, ScreenedHead
+from dflash_mini_lab.targets.reading import give_back_memory
 
 FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
 
@@ -52,7 +53,8 @@ def build_lean_decoder(
 
     `capacity`: positions to prepare, clipped to the model's own. `measure=False` keeps stock products (tests, training, an
     ablation); `screen=False` has the LM head compute every logit (an ablation).
-    `consume=True` empties the model's layers as they are read, so that weights are held once; the model is unusable afterwards.
+    `consume=True` empties the model's linear layers as they are read, so that weights are held once; the model is unusable
+    afterwards.
     Raises ValueError with the reason where the family or its settings are not covered.
     """
     config = model.config
@@ -63,20 +65,22 @@ def build_lean_decoder(
     with torch.inference_mode():
         plans = _plans(model, measure, screen)
 
-        def linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-            return PackedLinear(weight, bias, plans[tuple(weight.shape)])
+        def linear(fused: _Fused) -> PackedLinear:
+            packed = PackedLinear(*fused.read(), plans[fused.shape])
+            if consume:
+                fused.empty()
+            return packed
 
         layers = []
         counts = Counter([tuple(head.weight.shape)])
         for layer in base.layers:
             source = _layer_source(layer, config)
-            counts.update(tuple(weight.shape) for weight, _ in source.linears.values())
-            if consume:
-                for parameter in layer.parameters():
-                    parameter.data = parameter.data.new_empty(0)
-            linears = {name: linear(*source.linears.pop(name)) for name in list(source.linears)}
+            counts.update(fused.shape for fused in source.linears.values())
+            linears = {name: linear(fused) for name, fused in source.linears.items()}
             mixer = source.mixer(linears.pop("mix_in"), linears.pop("mix_out"))
             layers.append(Layer(mixer, source.input_norm, source.mlp_norm, **linears))
+            if consume:
+                give_back_memory()
         norm = base.embedding_norm if config.model_type == "lfm2" else base.norm
         padded = padded_rows([(plans[shape], count) for shape, count in counts.items()])
         return LeanDecoder(
@@ -91,24 +95,36 @@ def build_lean_decoder(
 
 
 def _plans(model: Any, measure: bool, screen: bool) -> dict[tuple[int, ...], LinearPlan]:
-    """A plan for every weight shape, measured on the first layers that together are too large for the processor's cache."""
-    weights: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    """A plan for every weight shape, measured one shape after the other: what is copied for one is gone before the next."""
     head = model.lm_head.weight.detach()
-    weights[tuple(head.shape)].append(head)
+    shapes = dict.fromkeys([tuple(head.shape), *(fused.shape for fused in _fused_linears(model))])
     if not measure:
-        for layer in model.model.layers:
-            for weight, _ in _layer_source(layer, model.config).linears.values():
-                weights[tuple(weight.shape)] = [weight]
-        return {shape: stock_plan(ws[0]) for shape, ws in weights.items()}
-    for layer in model.model.layers:
-        for weight, _ in _layer_source(layer, model.config).linears.values():
-            known = weights[tuple(weight.shape)]
-            if sum(w.numel() * w.element_size() for w in known) < BYTES_TO_DEFEAT_CACHE:
-                known.append(weight)
-    measured = {shape: measure_plan(ws) for shape, ws in weights.items()}
-    if screen and model.lm_head.bias is None:
-        measured[tuple(head.shape)] = screen_plan(head, measured[tuple(head.shape)])
+        return {shape: LinearPlan(*shape, PLAIN) for shape in shapes}
+    measured = {}
+    for shape in shapes:
+        sample = _sample(model, shape)
+        plan = measure_plan(sample)
+        if screen and shape == tuple(head.shape) and model.lm_head.bias is None:
+            plan = screen_plan(sample[0], plan)
+        measured[shape] = replace(plan, out_features=shape[0])
+        give_back_memory()
     return measured
+
+
+def _sample(model: Any, shape: tuple[int, ...]) -> list[Tensor]:
+    """Weights of one shape that together are too large for the processor's cache, but no larger: of a larger one, some rows."""
+    head = model.lm_head.weight.detach()
+    bytes_of_a_row = shape[1] * head.element_size()
+    sample = [head[: -(-BYTES_TO_DEFEAT_CACHE // bytes_of_a_row)]] if tuple(head.shape) == shape else []
+    for fused in _fused_linears(model):
+        if fused.shape == shape and sum(w.numel() * w.element_size() for w in sample) < BYTES_TO_DEFEAT_CACHE:
+            sample.append(fused.read()[0])
+    return sample
+
+
+def _fused_linears(model: Any) -> Iterator[_Fused]:
+    for layer in model.model.layers:
+        yield from _layer_source(layer, model.config).linears.values()
 
 
 def _head(weight: Tensor, bias: Tensor | None, plan: LinearPlan, padded: dict[int, int]) -> LMHead:
@@ -118,10 +134,37 @@ def _head(weight: Tensor, bias: Tensor | None, plan: LinearPlan, padded: dict[in
 
 
 @dataclass(frozen=True)
-class _LayerSource:
-    """One library layer's tensors under common names: fused (weight, bias) pairs, norms, and what builds its mixer."""
+class _Fused:
+    """Linear layers of the library's that become one, by rows. Nothing is copied before `read`."""
 
-    linears: dict[str, tuple[Tensor, Tensor | None]]
+    linears: tuple[nn.Linear, ...]
+    rows: Tensor | None = None
+    """The order of the rows, where it changes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(linear.weight.shape[0] for linear in self.linears), self.linears[0].weight.shape[1]
+
+    def read(self) -> tuple[Tensor, Tensor | None]:
+        """The weight, a copy unless it is one layer's as it is; and the bias."""
+        biases = [linear.bias for linear in self.linears]
+        bias = None if biases[0] is None else self._ordered([bias.detach() for bias in biases])
+        return self._ordered([linear.weight.detach() for linear in self.linears]), bias
+
+    def _ordered(self, parts: list[Tensor]) -> Tensor:
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return whole if self.rows is None else whole[self.rows.to(whole.device)]
+
+    def empty(self) -> None:
+        for linear in self.linears:
+            linear.weight.data = linear.weight.data.new_empty(0)
+
+
+@dataclass(frozen=True)
+class _LayerSource:
+    """One library layer's tensors under common names: fused linear layers, norms, and what builds its mixer."""
+
+    linears: dict[str, _Fused]
     input_norm: RMSNorm
     mlp_norm: RMSNorm
     mixer: Callable[[PackedLinear, PackedLinear], Attention | ShortConvolution]
@@ -134,7 +177,7 @@ def _layer_source(layer: Any, config: Any) -> _LayerSource:
     read = _convolution_source if lfm2 and not layer.is_attention_layer else _attention_source
     mix_in, mix_out, mixer = read(layer, config)
     return _LayerSource(
-        linears={"mix_in": mix_in, "mix_out": mix_out, "gate_up": _fuse([gate, up]), "down": _fuse([down])},
+        linears={"mix_in": mix_in, "mix_out": mix_out, "gate_up": _Fused((gate, up)), "down": _Fused((down,))},
         input_norm=_norm(layer.operator_norm if lfm2 else layer.input_layernorm),
         mlp_norm=_norm(layer.ffn_norm if lfm2 else layer.post_attention_layernorm),
         mixer=mixer,
@@ -145,37 +188,30 @@ def _convolution_source(layer: Any, config: Any) -> tuple:
     conv = layer.conv
     kernel = conv.conv.weight.detach().squeeze(1).t().contiguous()
     bias = None if conv.conv.bias is None else conv.conv.bias.detach()
-    return _fuse([conv.in_proj]), _fuse([conv.out_proj]), lambda i, o: ShortConvolution(i, o, kernel, bias)
+    return _Fused((conv.in_proj,)), _Fused((conv.out_proj,)), lambda i, o: ShortConvolution(i, o, kernel, bias)
 
 
 def _attention_source(layer: Any, config: Any) -> tuple:
     attention, head_dim = layer.self_attn, layer.self_attn.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     lfm2 = config.model_type == "lfm2"
-    weight, bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
     rotated = interleaved_rows(heads + kv_heads, head_dim)
-    rows = torch.cat([rotated, torch.arange(len(rotated), len(weight))]).to(weight.device)
+    rows = torch.cat([rotated, torch.arange(len(rotated), len(rotated) + kv_heads * head_dim)])
+    mix_in = _Fused((attention.q_proj, attention.k_proj, attention.v_proj), rows)
     names = ("q_layernorm", "k_layernorm") if lfm2 else ("q_norm", "k_norm")
     qk_norm = None
     if hasattr(attention, names[0]):
-        order = interleaved_rows(1, head_dim).to(weight.device)
+        order = interleaved_rows(1, head_dim).to(attention.q_proj.weight.device)
         counts = (heads, kv_heads)
         norms = [getattr(attention, name).weight.detach()[order] for name in names]
         weight_of_heads = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
         qk_norm = RMSNorm(weight_of_heads, getattr(attention, names[0]).variance_epsilon)
     out = attention.out_proj if lfm2 else attention.o_proj
-    mix_in = (weight[rows], None if bias is None else bias[rows])
-    return mix_in, _fuse([out]), lambda i, o: Attention(i, o, qk_norm, heads, kv_heads, head_dim)
+    return mix_in, _Fused((out,)), lambda i, o: Attention(i, o, qk_norm, heads, kv_heads, head_dim)
 
 
 def _norm(module: Any) -> RMSNorm:
     return RMSNorm(module.weight.detach(), module.variance_epsilon)
-
-
-def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
-    biases = [linear.bias for linear in linears]
-    return weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
 
 
 def _rotation_table(rotary: Any, positions: int, dtype: torch.dtype) -> Tensor:

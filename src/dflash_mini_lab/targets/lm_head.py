@@ -17,6 +17,8 @@ from dflash_mini_lab.packed_linear import PackedLinear
 
 ROUNDING = 2.0**-8
 """Twice the relative error of one rounding to bfloat16."""
+ROWS_AT_ONCE = 4096
+"""Of the head, where a copy is made to look at it: the copies of all rows would be twice its size."""
 SUMMATION = 1e-4
 """Relative error of a float32 sum of products, of any length that a head has."""
 
@@ -52,7 +54,8 @@ class ScreenedHead:
     def __init__(self, weight: Tensor, screen: PackedLinear) -> None:
         self.weight, self.screen = weight, screen
         self.longest = float(weight.norm(dim=1).max())
-        self.coarsest = float((weight - weight.bfloat16().float()).norm(dim=1).max())
+        lost = ((rows - rows.bfloat16().float()).norm(dim=1).max() for rows in weight.split(ROWS_AT_ONCE))
+        self.coarsest = float(max(lost))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)

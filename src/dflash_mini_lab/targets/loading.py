@@ -6,14 +6,15 @@ Hub ids go through huggingface_hub with its own cache and environment variables 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as library_logging
 
 from dflash_mini_lab.targets.captured_target import CapturedTarget
@@ -21,6 +22,7 @@ from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryDecoder, LibraryTarget
+from dflash_mini_lab.targets.reading import read_model
 from dflash_mini_lab.targets.suitability import refuse_unsuitable
 from dflash_mini_lab.types import UserError
 
@@ -52,10 +54,10 @@ class LoadedTarget:
         return self._stock
 
     def _read(self) -> Any:
-        options = {"dtype": self.dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = _from_pretrained(AutoModelForCausalLM, self.where, **options)
-        if info["missing_keys"]:
-            raise UserError(f"{self.where}: the weights lack {min(info['missing_keys'])}, which would be made up at random.")
+        with _explained(self.where):
+            model, missing = read_model(self.where, self.config, self.dtype)
+        if missing:
+            raise UserError(f"{self.where}: the weights lack {min(missing)}, which would be made up at random.")
         return model.eval().to(self.device)
 
     def release_stock(self) -> None:
@@ -166,9 +168,15 @@ def _stop_ids(where: str, config: Any) -> frozenset[int]:
     return frozenset(() if stops is None else [stops] if isinstance(stops, int) else stops)
 
 
-def _from_pretrained(loader: Any, where: str, **options: Any) -> Any:
+def _from_pretrained(loader: Any, where: str) -> Any:
+    with _explained(where):
+        return loader.from_pretrained(where)
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
     try:
-        return loader.from_pretrained(where, **options)
+        yield
     except Exception as error:  # the library raises anything for a file that is not as it should be: the user's news
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: cannot be loaded ({reason[:300]}).") from error
