@@ -52,10 +52,10 @@ class Recipe:
     unused_rows: int
     """Rows of the embedding beyond the tokenizer's last id, as Qwen3 has them."""
     vocabulary: int = 2048
-    steps: int = 900
+    steps: int = 200
     rows: int = 12
     row_tokens: int = 160
-    rate: float = 4e-3
+    rate: float = 1e-2
     warm_up: float = 0.04
     prompts: int = 200
     prompt_words: tuple[int, int] = (5, 12)
@@ -98,6 +98,7 @@ RECIPES = {
         },
         start=False,
         unused_rows=32,
+        steps=120,
     ),
 }
 
@@ -244,25 +245,37 @@ def pieces(recipe: Recipe, texts: Sequence[tuple[list[int], list[int]]], first: 
 
 def train(recipe: Recipe, model: Any, texts: Sequence[tuple[list[int], list[int]]], say: Any) -> list[float]:
     """Mean loss of each tenth of the steps."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.1)
+    optimisers = make_optimisers(recipe, model)
     order, waiting, losses = random.Random(recipe.seed), [], []
     first = model.config.bos_token_id if recipe.start else model.config.eos_token_id
     for step in range(recipe.steps):
         if len(waiting) < recipe.rows:
             waiting = pieces(recipe, texts, first, order)
         batch, waiting = torch.stack(waiting[: recipe.rows]), waiting[recipe.rows :]
-        for group in optimiser.param_groups:
-            group["lr"] = recipe.rate * rate_share(step / recipe.steps, recipe.warm_up)
         loss = next_token_loss(model, batch)
-        optimiser.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = recipe.rate * rate_share(step / recipe.steps, recipe.warm_up)
+            optimiser.step()
         losses.append(loss.item())
         if (step + 1) % max(1, recipe.steps // 10) == 0:
             say(f"step {step + 1} of {recipe.steps}: loss {mean(losses[-max(1, recipe.steps // 10):])}")
     tenth = max(1, recipe.steps // 10)
     return [mean(losses[start : start + tenth]) for start in range(0, len(losses), tenth)]
+
+
+def make_optimisers(recipe: Recipe, model: Any) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest: where steps are few, that is worth its price (docs/lab-log.md)."""
+    embedding = model.get_input_embeddings().weight
+    matrices = [weight for weight in model.parameters() if weight.ndim == 2 and weight is not embedding]
+    rest = [weight for weight in model.parameters() if weight.ndim != 2 or weight is embedding]
+    return [
+        torch.optim.Muon(matrices, lr=recipe.rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 def rate_share(done: float, warm_up: float) -> float:
