@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from dflash_mini_lab.methods.m12_parareal import coarse_scores, features, fixed_features
+from dflash_mini_lab.methods.m14_simple_parareal import target_gap
 from dflash_mini_lab.scores import centred
 from dflash_mini_lab.training import ridge as fits
 from dflash_mini_lab.training.ridge import Samples, fine_scores, fit_parareal, fit_simple_parareal, ridge
+from dflash_mini_lab.types import GapFit
 
 
 def samples(blocks: int = 60, slots: int = 4, candidates: int = 5, seed: int = 0) -> Samples:
@@ -93,6 +95,19 @@ def test_slots_past_the_end_or_without_a_known_candidate_teach_nothing() -> None
     assert fit_parareal(replace(s, known=unknown, fine=spoilt), None) == expected
     expected = fit_simple_parareal(replace(s, known=unknown), None)
     assert fit_simple_parareal(replace(s, known=unknown, fine=spoilt), None) == expected
+
+
+def test_where_no_candidate_is_known_nothing_is_corrected_and_nothing_switched() -> None:
+    """What a preparation of seconds leaves: a drafter whose candidates are none of the verifier's likeliest tokens."""
+    s = samples()
+    s = replace(s, known=np.zeros_like(s.known))
+    fit = fit_parareal(s, s)
+    assert not np.any(fit["weights"])
+    assert (fit["intercept"], fit["diagnostics"]) == (0.0, {"held_out_slots": 0})
+    assert np.isfinite([*fit["mean"], *fit["scale"]]).all()
+    gap = fit_simple_parareal(s, s)
+    estimate = target_gap(GapFit(**{**gap, "diagnostics": {}}), s.scores[0, :, 0] - s.scores[0, :, 1])
+    assert (estimate >= 0).all()
 
 
 def test_a_switch_is_judged_by_what_the_verifier_prefers() -> None:

@@ -86,8 +86,10 @@ def fine_scores(ids: Tensor, likely_ids: Tensor, likely: Tensor) -> tuple[Tensor
 def ridge(features: np.ndarray, wanted: np.ndarray, penalty: float = PENALTY) -> tuple[np.ndarray, float]:
     """`features [n, f]`, `wanted [n]` → weights `[f]` and intercept that minimise `Σ (wanted - X w - b)² + penalty · ‖w‖²`.
 
-    The intercept is free of the penalty, so it is what centring leaves.
+    The intercept is free of the penalty, so it is what centring leaves. Without a row nothing is corrected: zeros.
     """
+    if not len(features):
+        return np.zeros(features.shape[1]), 0.0
     mean, wanted_mean = features.mean(0), wanted.mean()
     x = features - mean
     weights = np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ (wanted - wanted_mean))
@@ -105,7 +107,7 @@ def fit_parareal(training: Samples, held_out: Samples | None) -> dict[str, Any]:
         found.append(_each(features, state, coarse, fixed)[taught].reshape(-1, len(FEATURES)))
         wanted.append((fine - state)[taught].reshape(-1))
     x = np.concatenate(found)
-    mean, scale = x.mean(0), x.std(0)
+    mean, scale = (x.mean(0), x.std(0)) if len(x) else (np.zeros(len(FEATURES)), np.ones(len(FEATURES)))
     scale[scale == 0] = 1.0
     weights, intercept = ridge((x - mean) / scale, np.concatenate(wanted))
     fit = PararealFit(mean, scale, weights, intercept, OMEGA, ROUNDS, CLIP, training.scores.shape[-1], {})
