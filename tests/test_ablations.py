@@ -252,16 +252,13 @@ def test_stock_layers_are_neither_measured_nor_packed(model: tuple[Path, Path], 
     assert not any(plan["gigabytes_per_second"] for plan in engine.linear_plans)
 
 
-@pytest.mark.parametrize(
-    ("ablation", "sentence"), [("stock-linear", "NumPy's products only"), ("full-vocabulary", "the whole vocabulary already")]
-)
 def test_what_the_tiny_target_has_not_cannot_be_left_out(
-    ablation: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in cli.NUMPY_THREADS:
         monkeypatch.setenv(name, "1")
-    assert cli.main(["--target", "tiny", "--output-dir", str(tmp_path), "--ablate", ablation]) == 2
-    assert sentence in capsys.readouterr().err
+    assert cli.main(["--target", "tiny", "--output-dir", str(tmp_path), "--ablate", "stock-linear"]) == 2
+    assert "NumPy's products only" in capsys.readouterr().err
 
 
 def test_the_tiny_target_without_bonus_token_and_with_every_logit_is_exact(

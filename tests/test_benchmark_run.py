@@ -191,6 +191,7 @@ def comparable(benchmark: Benchmark) -> Benchmark:
     del calm["gate"]["runs"], calm["gate"]["exact"]
     calm["created"] = calm["finished"] = None
     calm["machine"]["load_average"] = calm["machine"]["load_average_after"] = None
+    calm["execution"]["peak_memory_bytes"] = calm["execution"]["memory"] = None
     return calm
 
 

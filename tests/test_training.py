@@ -269,9 +269,9 @@ def test_every_part_of_a_narrow_drafter_is_trained(tmp_path: Path) -> None:
     drafter = TrainableDrafter(drafter_config(NARROW, tiny_config("llama"), "tiny", 1, 61))
     train.warm_start(drafter, tables)
     before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
-    trainer = train._Trainer(drafter, NARROW, tables, torch.arange(61))
+    trainer = train.DrafterTrainer(drafter, NARROW, tables, torch.arange(61))
     blocks = cut_blocks(sequences[:8], 8, NARROW.block_size, torch.Generator().manual_seed(0))
-    losses = [trainer.step(blocks, 1.0) for _ in range(12)]
+    losses = [trainer.step(blocks, 1.0)["loss"].item() for _ in range(12)]
     assert losses[-1] < losses[0]
     assert all(not torch.equal(parameter, before[name]) for name, parameter in drafter.named_parameters())
     assert {"input.weight", "output.weight"} <= drafter.state_dict().keys() == trainer.checkpoint().keys() - {DRAFT_TO_TARGET}

@@ -237,6 +237,7 @@ def comparable(benchmark: Benchmark) -> Benchmark:
     calm["cells"] = [cell for cell in calm["cells"] if not cell["warmup"]]
     calm["created"] = calm["finished"] = calm["gate"] = None
     calm["machine"]["load_average"] = calm["machine"]["load_average_after"] = None
+    calm["execution"]["peak_memory_bytes"] = calm["execution"]["memory"] = None
     return calm
 
 

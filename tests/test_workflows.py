@@ -308,6 +308,7 @@ def test_only_what_a_run_needs_enters_the_image() -> None:
         "run_gpu.py",
         "src",
         "benchmarks",
+        "qwen_benchmarks",
         "artifacts",
         "LICENSE",
     }
