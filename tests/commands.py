@@ -11,6 +11,8 @@ from dflash_mini_lab.settings import CPU, GPU, from_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNERS = {runner.script: runner for runner in (CPU, GPU)}
+PROMPT_FILE = re.compile(r"\./[\w/-]+/prompts\.json")
+"""One that an earlier command of a document makes."""
 
 
 def python_commands(text: str) -> list[list[str]]:
@@ -37,6 +39,7 @@ def mistakes(words: list[str]) -> list[str]:
     parser = build_compare_parser(RUNNERS[script]) if comparing else build_parser(RUNNERS[script])
     parser.error = refuse  # type: ignore[method-assign]
     example = [re.sub(r"^\$.*MINUTES$", "60", word) for word in arguments[comparing:]]
+    example = [PROMPT_FILE.sub(str(ROOT / "benchmarks" / "prompts.json"), word) for word in example]
     try:
         given = vars(parser.parse_args(example))
         if not comparing:  # the files that a comparison names are a reader's
