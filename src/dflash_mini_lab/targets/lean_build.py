@@ -99,7 +99,7 @@ def _plans(model: Any, measure: bool, screen: bool) -> dict[tuple[int, ...], Lin
     head = model.lm_head.weight.detach()
     shapes = dict.fromkeys([tuple(head.shape), *(fused.shape for fused in _fused_linears(model))])
     if not measure:
-        return {shape: LinearPlan(*shape, PLAIN) for shape in shapes}
+        return {shape: LinearPlan(shape[0], shape[1], PLAIN) for shape in shapes}
     measured = {}
     for shape in shapes:
         sample = _sample(model, shape)
