@@ -184,12 +184,13 @@ class Killed(BaseException):
 
 
 def comparable(benchmark: Benchmark) -> Benchmark:
-    """Without dates, load, and the warm-up cells that a resumed process runs again."""
+    """Without dates, load, memory, and the warm-up cells that a resumed process runs again."""
     calm = json.loads(json.dumps(benchmark))
     calm["cells"] = [cell for cell in calm["cells"] if not cell["warmup"]]
     assert calm["gate"]["runs"] == calm["gate"]["exact"]
     del calm["gate"]["runs"], calm["gate"]["exact"]
     calm["created"] = calm["finished"] = None
+    calm["execution"]["memory"] = calm["execution"]["peak_memory_bytes"] = None
     calm["machine"]["load_average"] = calm["machine"]["load_average_after"] = None
     calm["execution"]["peak_memory_bytes"] = calm["execution"]["memory"] = None
     return calm
