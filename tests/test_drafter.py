@@ -10,10 +10,11 @@ import torch
 from safetensors import SafetensorError
 
 from dflash_mini_lab.crossings import Crossings
-from dflash_mini_lab.drafters import checkpoint
+from dflash_mini_lab.drafters import block, checkpoint
 from dflash_mini_lab.drafters.block import BlockDraft, BlockDrafter, _best_on_device
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, load_checkpoint, parse_config, save_checkpoint
 from dflash_mini_lab.drafters.layout import check_fit, vocabulary_digest
+from dflash_mini_lab.packed_linear import PLAIN, SCREENED, LinearPlan, stock_plan
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.types import UserError
 
@@ -150,6 +151,18 @@ def test_candidates_of_equal_score_come_in_the_order_of_their_columns() -> None:
     draft = BlockDraft(drafter.start(FixedFeatures(torch.ones(0, HIDDEN)), 64), [10], torch.ones(3, HIDDEN))
     for k in (1, VOCABULARY, VOCABULARY + 5):
         assert draft.top(k)[0].tolist() == [list(range(min(k, VOCABULARY)))] * 3
+
+
+def test_the_plan_of_a_screened_head_is_not_the_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft over the whole vocabulary has the target's head's shape: by its plan every draft read it at the stock rate."""
+    embedding, head = target_tables()
+    ways = {(VOCABULARY, HIDDEN): SCREENED, (HIDDEN, 2 * HIDDEN): PLAIN}
+    known = [LinearPlan(outputs, inputs, storage) for (outputs, inputs), storage in ways.items()]
+    monkeypatch.setattr(block, "measure_plan", lambda weights: stock_plan(weights[0]))
+    drafter = BlockDrafter(CONFIG, dict(trained_looking_model().state_dict()), embedding, head, 64, known_plans=known)
+    measured = {(plan.out_features, plan.in_features) for plan in drafter.plans}
+    assert (VOCABULARY, HIDDEN) in measured
+    assert (HIDDEN, 2 * HIDDEN) not in measured
 
 
 def test_a_search_on_a_device_finds_what_the_hosts_finds_and_both_count_the_same_crossings() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from dflash_mini_lab.crossings import Crossings, on_host
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit
 from dflash_mini_lab.norms import RMSNorm
-from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear, measure_plan, stock_plan
+from dflash_mini_lab.packed_linear import SCREENED, LinearPlan, PackedLinear, measure_plan, stock_plan
 from dflash_mini_lab.rotary import interleaved_rows, rotate, rotation_table
 from dflash_mini_lab.scores import best
 from dflash_mini_lab.types import NO_HEADS, Heads, JumpHead, Session
@@ -125,8 +125,8 @@ class BlockDrafter:
         crossings: Crossings | None = None,
     ) -> None:
         """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products; `known_plans`: the
-        target's, which serve the shapes that both have; `heads`: as drafters/heads.py loads them for this config; `crossings`:
-        the target's, where what crosses is counted together."""
+        target's, which serve the shapes that both have (not a screened head's: a draft needs every logit); `heads`: as
+        drafters/heads.py loads them for this config; `crossings`: the target's, where what crosses is counted together."""
         check_fit(config, *embedding.shape)
         dtype, device = embedding.dtype, embedding.device
         self.config, self.embedding, self.crossings = config, embedding, crossings or Crossings()
@@ -149,7 +149,9 @@ class BlockDrafter:
         by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for weight in sources.values():
             by_shape[tuple(weight.shape)].append(weight)
-        known: dict[tuple[int, ...], LinearPlan] = {(plan.out_features, plan.in_features): plan for plan in known_plans}
+        known: dict[tuple[int, ...], LinearPlan] = {
+            (plan.out_features, plan.in_features): plan for plan in known_plans if plan.storage != SCREENED
+        }
         new = {shape: measure_plan(ws) if measure else stock_plan(ws[0]) for shape, ws in by_shape.items() if shape not in known}
         self.plans: list[LinearPlan] = list(new.values())
         plans = {**known, **new}
