@@ -24,11 +24,6 @@ POLYNOMIAL = 0x9E3779B97F4A7C15
 
 WIDEST_NOISE = 41.0
 """No two Gumbel values lie further apart: that of the uniform 2⁻⁵³ is -3.6, that of 1 - 2⁻⁵³ is 36.7."""
-POLYNOMIAL = 0x9E3779B97F4A7C15
-"""The fingerprint is a polynomial in this odd number, its coefficients the tokens, finished by SplitMix."""
-
-WIDEST_NOISE = 41.0
-"""No two Gumbel values lie further apart: that of the uniform 2⁻⁵³ is -3.6, that of 1 - 2⁻⁵³ is 36.7."""
 
 
 def margins(scores: np.ndarray) -> np.ndarray:
