@@ -39,6 +39,9 @@ needs_a_browser = pytest.mark.skipif(browser is None, reason="no Chromium on the
 kept = known(30, 10, [slot(11), slot(12)], [11, 12], [11, 12, 13], 2)
 """All accepted, nothing of the method's in it."""
 
+late = known(30, 10, [slot(11), slot(12), slot(13)], [11, 12], [11, 14, 13], 1)
+"""Cut, and yet not wholly accepted."""
+
 
 def recorded(*found: dict[str, Any], key: str = "08") -> dict[str, Any]:
     benchmark = add_rounds(sample_benchmark(prompts=1, repeats=1, peers=()))
@@ -72,7 +75,7 @@ def test_there_is_no_other_picture_and_all_are_a_megabyte_at_most() -> None:
     ("found", "number"),
     [
         ([rounds()[3], kept, rounds()[0]], 3),  # a change that was accepted, before any number of accepted tokens
-        ([kept, rounds()[1]], 2),  # so is an end just where the drafter would have failed
+        ([late, rounds()[1]], 2),  # so is an end just where the drafter would have failed
         ([rounds()[3], kept], 2),  # a change past the verify width is none
         ([kept, rounds()[2]], 2),  # an empty proposal shows more of a method than nothing
         ([rounds()[4], kept, kept], 2),  # the first of equals
