@@ -72,6 +72,13 @@ def test_the_answer_grows_by_what_each_round_committed() -> None:
     ]
 
 
+def test_a_long_answer_is_shown_from_a_word_s_beginning() -> None:
+    benchmark = recorded()
+    benchmark["rounds"]["texts"]["10"] = "There" + " and there" * 10
+    context = explorer(benchmark)["methods"][0]["rounds"][0]["context"]
+    assert context == "…and there" + " and there" * 6
+
+
 def test_a_token_without_text_is_shown_by_its_number() -> None:
     assert [shown(token, {"1": "a b\n", "2": ""}) for token in (1, 2, 3)] == ["a␣b⏎", "#2", "#3"]
 

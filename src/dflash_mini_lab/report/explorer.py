@@ -36,7 +36,7 @@ PAIRS = (
     ("01", "08", "The whole block, and the block cut where the drafter is unsure."),
 )
 CONTEXT = 70
-"""Characters of the answer shown before a round's own tokens."""
+"""Characters of the answer shown before a round's own tokens, less a word that would be cut."""
 BARS = 10
 OUTCOMES = {
     "accepted": ("✓", "accepted"),
@@ -116,7 +116,7 @@ def _new(known: dict[str, Any]) -> list[int]:
 def _round(number: int, known: dict[str, Any], texts: Mapping[str, str], so_far: str) -> dict[str, Any]:
     slots = [_slot(index, known, texts) for index in range(len(known["slots"]))]
     new, accepted = _new(known), known["accepted"]
-    context = so_far if len(so_far) <= CONTEXT else "…" + so_far[-CONTEXT:]
+    context = so_far if len(so_far) <= CONTEXT else "…" + so_far[-CONTEXT:].split(" ", 1)[-1]
     return {
         "number": number,
         "sentence": sentence(known, texts),
@@ -202,9 +202,11 @@ def parareal(benchmark: Benchmark) -> dict[str, Any] | None:
     if len(agreement) > 1:
         words += f", and the same token came first in {_share(agreement[-1])} of slots, {_share(agreement[0])} before"
     floored = found.get("floored_candidates")
-    words += f". {_share(floored)} of the target's scores were too small to have been kept; a floor stands for them." if (
-        is_number(floored) and floored > 0
-    ) else "."
+    words += (
+        f". {_share(floored)} of the target's scores were too small to have been kept; a floor stands for them."
+        if (is_number(floored) and floored > 0)
+        else "."
+    )
     lines = [
         (
             "the draft" if index == 0 else f"round {index}",

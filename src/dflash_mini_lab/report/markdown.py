@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 
-from dflash_mini_lab.report import facts, measured
+from dflash_mini_lab.report import facts, measured, pictures
+from dflash_mini_lab.report.explorer import WORK
 from dflash_mini_lab.report.format import dig, fixed, interval, moment, percent, plain, plural, seconds, size, times
 from dflash_mini_lab.report.ranking import Benchmark, rank
 from dflash_mini_lab.report.tuning import agreement, difference
@@ -197,4 +199,5 @@ BLOCKS: dict[str, Callable[[Benchmark], str]] = {
     "head": head,
     "resources": resources,
     "tuning": tuning,
+    **{f"picture-{key}": partial(pictures.markdown, key) for key in WORK},
 }

@@ -7,6 +7,7 @@ const steps = [...box.querySelectorAll("[data-step]")];
 const panels = [...box.querySelectorAll(".recorded")];
 const rounds = new Map(panels.map((panel) => [panel, [...panel.querySelectorAll(".round")]]));
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const LINK = /^#explorer-(\d\d(?:-\d\d)?)(?:-round-(\d+))?$/; // a method, or two side by side; the first round where none is named
 const PACE = 3000; // milliseconds a round while playing: long enough to read its sentence
 let at = 0, timer = 0;
 
@@ -33,6 +34,8 @@ function show(aloud = true) {
   steps[0].setAttribute("aria-disabled", at === 0); // `disabled` would take the focus away
   steps[1].setAttribute("aria-disabled", at === last());
   if (!aloud) return;
+  const link = `#explorer-${select.value.replace(" ", "-")}-round-${at + 1}`;
+  if (link !== location.hash) history.replaceState(null, "", link);
   said.textContent = `Round ${at + 1}. ` + now.map((panel) => {
     const round = rounds.get(panel)[at];
     const words = round ? round.querySelector(".what").textContent : "its recording has ended.";
@@ -50,6 +53,17 @@ function go(to) {
   at = to;
   show();
   if (at === last()) stop();
+}
+
+function follow(aloud) {
+  const [, keys = "", round = 1] = LINK.exec(location.hash) ?? [];
+  const value = keys.replace("-", " ");
+  if (![...select.options].some((option) => option.value === value)) return;
+  stop();
+  select.value = value;
+  at = round - 1;
+  show(aloud);
+  box.scrollIntoView({ behavior: "instant" });
 }
 
 play.addEventListener("click", () => {
@@ -78,3 +92,5 @@ box.classList.add("live");
 stage.tabIndex = 0;
 for (const part of [one(".controls"), said]) part.hidden = false;
 show(false);
+follow(false);
+addEventListener("hashchange", () => follow(true));
