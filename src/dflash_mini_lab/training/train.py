@@ -43,9 +43,9 @@ def train_drafter(
     """Train until `seconds` of training time are used up (time of earlier, interrupted runs in `folder` counts), on the device
     of `target_tensors` and of the sequences.
 
-    `target_tensors`: `embedding`, `head` `[vocabulary, hidden]` and, for the warm start, `layers`. `start`: tensors of an earlier
-    drafter of the same shape, to go on from on other data. Returns the checkpoint's tensors and the last look (held-out τ over
-    anchors, per-slot accuracy, real-loop τ).
+    `target_tensors`: `embedding`, `head` `[vocabulary, hidden]` and, for the warm start, `warm.` and the drafter's own tensor
+    names. `start`: tensors of an earlier drafter of the same shape, to go on from on other data. Returns the checkpoint's tensors
+    and the last look (held-out τ over anchors, per-slot accuracy, real-loop τ).
     """
     torch.manual_seed(recipe.seed)
     with target_tensors["embedding"].device:
