@@ -289,11 +289,12 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=artifacts.REPOSITORY / NAME)
-    build(parser.parse_args().folder)
+    build(parser.parse_args(argv).folder)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
