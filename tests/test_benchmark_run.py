@@ -257,8 +257,22 @@ def test_an_interrupted_run_claims_no_speedup_for_an_arm_that_was_not_judged(tmp
 
 def test_resuming_a_finished_run_measures_nothing(tmp_path: Path, finished: Benchmark) -> None:
     measured(tmp_path)
+    before = (tmp_path / "benchmark.json").read_bytes()
     assert run(settings(tmp_path, resume=True), model=None, clock=None) == 0
-    assert comparable(read(tmp_path / "benchmark.json")) == comparable(finished)
+    assert (tmp_path / "benchmark.json").read_bytes() == before, "load and memory are those of the process that measured"
+
+
+@pytest.mark.parametrize("earlier", [1, None, 2**60])
+def test_a_continued_run_has_the_largest_of_its_processes_peaks(
+    tmp_path: Path, finished: Benchmark, earlier: int | None
+) -> None:
+    other = json.loads(json.dumps(finished))
+    other["cells"], other["complete"], other["finished"] = other["cells"][:3], False, None
+    other["execution"]["peak_memory_bytes"] = earlier
+    write(tmp_path / "benchmark.json", other)
+    assert run(settings(tmp_path, resume=True)) == 0
+    execution = read(tmp_path / "benchmark.json")["execution"]
+    assert execution["peak_memory_bytes"] >= max(earlier or 0, execution["memory"]["loaded_bytes"])
 
 
 @pytest.mark.parametrize(

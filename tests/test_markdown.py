@@ -113,7 +113,7 @@ def test_a_run_s_minutes_and_memory_are_told_where_they_are_known() -> None:
     assert told.endswith("Its peak memory was 1.5\u202fGB.")
     benchmark["execution"]["memory"] = {"before_bytes": 300_000_000}
     (told,) = lines("resources", benchmark)
-    assert told.endswith("Its peak memory was 1.5\u202fGB, of which 300.0\u202fMB were held before a weight was read.")
+    assert told.endswith("Its peak memory was 1.5\u202fGB, of which 300.0\u202fMB were held when it began.")
     benchmark |= {"finished": None, "execution": None}
     (told,) = lines("resources", benchmark)
     assert "took an unknown time" in told

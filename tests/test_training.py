@@ -5,11 +5,14 @@ import json
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.tiny_folder import family_config
 from tests.tiny_models import FAMILIES, POSITIONS, TAPS, WINDOWED, plain_greedy, random_ids, tiny_config, tiny_model
 from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET
 from dflash_mini_lab.targets.lean import LeanDecoder
@@ -21,7 +24,7 @@ from dflash_mini_lab.training.features import ComputedFeatures
 from dflash_mini_lab.training.loop import learning_rate_share
 from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, teacher_cross_entropy
 from dflash_mini_lab.training.model import TrainableDrafter
-from dflash_mini_lab.training.prepare import refuse_other_work, target_tensors
+from dflash_mini_lab.training.prepare import beginning, refuse_other_work, target_tensors
 from dflash_mini_lab.training.prompts import hold_out, training_texts
 from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, spread_taps
 from dflash_mini_lab.training.shards import Sequence, have_features, read_features, read_sequences, write_shard
@@ -203,6 +206,17 @@ def test_a_narrow_drafter_takes_nothing_from_the_target_that_does_not_fit_it() -
     train.warm_start(model, target_tensors(tiny_model("llama", torch.float32), model.config))
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {f"layers.0.self_attn.{part}_norm.weight" for part in "qk"}
+
+
+def test_what_a_training_began_from_is_said_as_it_was() -> None:
+    def said(recipe: Recipe, model: Any) -> str:
+        config = drafter_config(recipe, model.config, "tiny", 1, model.config.vocab_size)
+        return beginning(config, target_tensors(model, config))
+
+    llama = tiny_model("llama", torch.float32)
+    assert said(TINY, llama) == "the target's own last layers"
+    assert said(NARROW, llama) == "random weights"
+    assert said(TINY, AutoModelForCausalLM.from_config(family_config("mistral"))) == "random weights"
 
 
 @pytest.mark.slow

@@ -186,6 +186,14 @@ def test_one_repeat_shows_no_noise_so_nothing_is_said_to_lie_within_it() -> None
     assert found == {"noise": None, "methods": {"01": {"verdict": "unknown", "cells": 1, "difference": None, "noise": None}}}
 
 
+def test_methods_tuned_before_answers_were_kept_are_not_compared_when_their_run_goes_on() -> None:
+    earlier = entry(3, 4, {3: [], 4: []})
+    for trial in earlier["trials"]:
+        del trial["cells"]
+    found = agreement({"01": earlier, "02": entry(3, 3, {3: [1.0, 1.1]})})
+    assert [line["verdict"] for line in found["methods"].values()] == ["unknown", "same"]
+
+
 # In a run.
 
 

@@ -268,7 +268,8 @@ def train(recipe: Recipe, model: Any, texts: Sequence[tuple[list[int], list[int]
 
 
 def make_optimisers(recipe: Recipe, model: Any) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest: where steps are few, that is worth its price (docs/lab-log.md)."""
+    """Muon for the layers' matrices, AdamW for the rest. Muon learns more a step and its step costs more; AdamW alone was not run
+    long enough to be set beside it (docs/lab-log.md)."""
     embedding = model.get_input_embeddings().weight
     matrices = [weight for weight in model.parameters() if weight.ndim == 2 and weight is not embedding]
     rest = [weight for weight in model.parameters() if weight.ndim != 2 or weight is embedding]

@@ -24,8 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dflash_mini_lab.cli import NUMPY_THREADS
 
@@ -153,10 +152,8 @@ def build(folder: Path, recipe: TinyRecipe | None = None, text: str | None = Non
 def held_out_text() -> str:
     """The text, once it is sure that no prompt of the lab's begins one of its lines."""
     entry = TARGETS[NAME]
-    folder = ROOT / entry.prompts
-    measured, calibration = (load_prompts(folder / name) for name in ("prompts.json", "calibration_prompts.json"))
-    refuse_overlap(measured, calibration, training_seeds(folder / entry.training_texts))
-    return (folder / entry.training_texts).read_text(encoding="utf-8")
+    refuse_overlap(load_prompts(entry.prompt_file), load_prompts(entry.calibration_file), training_seeds(entry.training_file))
+    return entry.training_file.read_text(encoding="utf-8")
 
 
 def target_config(recipe: TinyRecipe, vocabulary: int) -> dict[str, Any]:
@@ -292,11 +289,12 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=artifacts.REPOSITORY / NAME)
-    build(parser.parse_args().folder)
+    build(parser.parse_args(argv).folder)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -117,7 +117,8 @@ def agreement(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def answer_noise(trials: Iterable[Mapping[str, Any]]) -> float | None:
     squares, freedom = 0.0, 0
     for trial in trials:
-        for _, cells in groupby(sorted(trial["cells"], key=lambda cell: cell["prompt"]), key=lambda cell: cell["prompt"]):
+        answers = sorted(trial.get("cells", ()), key=lambda cell: cell["prompt"])  # files of before halving have none
+        for _, cells in groupby(answers, key=lambda cell: cell["prompt"]):
             logs = [math.log(cell["seconds"]) for cell in cells if cell["seconds"] > 0]
             mean = sum(logs) / max(len(logs), 1)
             squares += sum((value - mean) ** 2 for value in logs)
@@ -132,7 +133,7 @@ def _compared(entry: Mapping[str, Any], noise: float | None) -> dict[str, Any]:
     if entry["agree"]:
         return {**unknown, "verdict": "same", "difference": 0.0}
     seconds = [
-        {(cell["prompt"], cell["repeat"]): cell["seconds"] for cell in trial["cells"]}
+        {(cell["prompt"], cell["repeat"]): cell["seconds"] for cell in trial.get("cells", ())}
         for width in (entry["chosen"], entry["analytic"]["chosen"])
         for trial in entry["trials"]
         if trial["width"] == width

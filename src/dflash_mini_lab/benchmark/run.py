@@ -86,10 +86,12 @@ def measure(
     if settings.tune and settings.verify_width:
         say("No width is tuned: --verify-width gives it.")
     interrupted = False
-    try:
-        take_measurements(run, benchmark)
-    except KeyboardInterrupt:
-        interrupted = True
+    if not stages.all_measured(benchmark):
+        try:
+            take_measurements(run, benchmark)
+        except KeyboardInterrupt:
+            interrupted = True
+        stages.take_load_and_peak(run, benchmark)
     stages.conclude(run, benchmark)
     page = write_report(benchmark, settings.output_dir)
     print_summary(benchmark, sys.stdout, shutil.get_terminal_size().columns)
@@ -101,8 +103,6 @@ def measure(
 
 def take_measurements(run: Run, benchmark: Benchmark) -> None:
     """Everything that needs a model. What the benchmark already has is not measured again."""
-    if benchmark["complete"] and benchmark["gate"]["verdict"] != "pending" and "rounds" in benchmark:
-        return
     with ExitStack() as peers_model:
         with run.model.stock() as stock:
             references = stages.take_references(run, benchmark, stock)

@@ -235,15 +235,16 @@ def take_execution(run: Run, benchmark: Benchmark, engine: Engine) -> None:
     """How steps run, and what is measured beside time. Of a continued run, the process that goes on describes itself."""
     energy = run.energy or Energy(None, "not asked for")
     memory = run.memory or Memory(None, "not asked for")
+    loaded = memory.peak()
     earlier = benchmark.get("execution") or {"peak_memory_bytes": None}
     benchmark["execution"] = {
         "decode": engine.decode,
-        "peak_memory_bytes": earlier["peak_memory_bytes"],
+        "peak_memory_bytes": larger(earlier["peak_memory_bytes"], loaded),
         "memory": {
             "source": memory.source,
             "reason": memory.reason,
             "before_bytes": memory.before,
-            "loaded_bytes": memory.peak(),
+            "loaded_bytes": loaded,
         },
         "energy": {"source": energy.source, "reason": energy.reason},
     }
@@ -342,12 +343,24 @@ def judge_mismatches(run: Run, benchmark: Benchmark, engine: Engine, references:
     benchmark["gate"] = results.gate(benchmark, mismatches, judged=True)
 
 
-def conclude(run: Run, benchmark: Benchmark) -> None:
-    """Results from what has been measured, and the time at which all of it had been."""
+def all_measured(benchmark: Benchmark) -> bool:
+    """Whether nothing is left that needs a model."""
+    return benchmark["complete"] and benchmark["gate"]["verdict"] != "pending" and "rounds" in benchmark
+
+
+def take_load_and_peak(run: Run, benchmark: Benchmark) -> None:
+    """Of the process that has just measured; of several processes' peaks the largest."""
     benchmark["machine"]["load_average_after"] = machine.load_average()
     if run.memory and (execution := benchmark.get("execution")) and "memory" in execution:
-        peaks = [execution["peak_memory_bytes"], run.memory.peak()]
-        execution["peak_memory_bytes"] = max((peak for peak in peaks if peak), default=None)
+        execution["peak_memory_bytes"] = larger(execution["peak_memory_bytes"], run.memory.peak())
+
+
+def larger(*found: int | None) -> int | None:
+    return max((number for number in found if number is not None), default=None)
+
+
+def conclude(run: Run, benchmark: Benchmark) -> None:
+    """Results from what has been measured, and the time at which all of it had been."""
     benchmark["gate"] = results.gate(benchmark, benchmark["gate"]["mismatches"], benchmark["gate"]["verdict"] != "pending")
     benchmark["results"] = results.results(benchmark)
     if benchmark["complete"] and benchmark["finished"] is None:

@@ -19,8 +19,8 @@ Read = Callable[[], int | None]
 
 @dataclass(frozen=True)
 class Memory:
-    """`peak()`: bytes. `before`: what was held when the run began, before a weight was read. Without a `source` there is no
-    figure, and `reason` says why."""
+    """`peak()`: bytes. `before`: what was held when the run began: libraries and the drafter; a NumPy target's weights too,
+    any other reads them later. Without a `source` there is no figure, and `reason` says why."""
 
     source: str | None
     reason: str | None

@@ -153,7 +153,7 @@ def resources(benchmark: Benchmark) -> str:
         f"The committed run ({run_facts(benchmark).removesuffix('.')}) took "
         f"{'an unknown time' if took is None else plural(took, 'minute')} once the model was there: {arms} in {cells}, warm-ups "
         f"included{f', and {choosing}' if choosing else ''}. Its peak memory was {size(peak) if peak else 'not recorded'}"
-        f"{f', of which {size(before)} were held before a weight was read' if peak and before else ''}."
+        f"{f', of which {size(before)} were held when it began' if peak and before else ''}."
     )
 
 

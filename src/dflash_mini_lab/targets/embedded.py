@@ -192,8 +192,8 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    whole = GgufConfig(dequantize=True)  # else some families stay in blocks, which only the library could run
-    options = {"gguf_file": gguf.name, "dtype": torch.float32, "quantization_config": whole, "output_loading_info": True}
+    plain = GgufConfig(dequantize=True)  # else some families stay in blocks, which only the library could run
+    options = {"gguf_file": gguf.name, "dtype": torch.float32, "quantization_config": plain, "output_loading_info": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         model, info = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **options)

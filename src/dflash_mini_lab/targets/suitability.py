@@ -35,8 +35,7 @@ def _reason(config: Any) -> str | None:
         return "is no causal language model of transformers; the lab runs text decoders only."
     if getattr(config, "is_decoder", None) is False:
         return "is an encoder: its tokens see those after them, so it cannot be continued greedily."
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if (model[0] if isinstance(model, tuple) else model)._is_stateful:
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
         return (
             "cannot be rolled back: its layers fold every token into a recurrent state, and transformers keeps no history of "
             "it, so a rejected draft could not be undone. It would need the state after each row of a verify call, which "

@@ -1,7 +1,7 @@
 """Training batches: random anchors in the answers, their block inputs, and the labels of every slot."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 from dflash_mini_lab.drafters.checkpoint import DrafterConfig
 from dflash_mini_lab.training.losses import UNTRAINED
 from dflash_mini_lab.training.shards import Sequence
+
+HELD_OUT_SEQUENCES, HELD_OUT_ANCHORS, HELD_OUT_GROUP = 160, 12, 8
+"""A look is taken on so many answers, so many blocks of each, so many answers in one pass."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ def cut_blocks(sequences: list[Sequence], anchors: int, block_size: int, generat
         likely_ids=corpus.likely_ids[row].long(),
         likely=corpus.likely[row].float(),
     )
+
+
+def held_out_blocks(sequences: list[Sequence], block_size: int) -> Iterator[Blocks]:
+    """Blocks of the first answers that are longer than one, a group at a time: the same at every look."""
+    generator = torch.Generator().manual_seed(5)
+    usable = [sequence for sequence in sequences if sequence.answer_tokens > block_size][:HELD_OUT_SEQUENCES]
+    for start in range(0, len(usable), HELD_OUT_GROUP):
+        yield cut_blocks(usable[start : start + HELD_OUT_GROUP], HELD_OUT_ANCHORS, block_size, generator)
 
 
 def block_embeddings(blocks: Blocks, embedding: Tensor, config: DrafterConfig) -> Tensor:

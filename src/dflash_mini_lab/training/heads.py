@@ -21,7 +21,7 @@ from dflash_mini_lab.drafters.checkpoint import DrafterConfig, load_checkpoint, 
 from dflash_mini_lab.drafters.heads import GAP_FILE, HEAD_FILES, HEADS_FILE, PARAREAL_FILE
 from dflash_mini_lab.files import replace_file, replacing
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
-from dflash_mini_lab.training.blocks import Blocks, cut_blocks
+from dflash_mini_lab.training.blocks import Blocks, held_out_blocks
 from dflash_mini_lab.training.frozen import FrozenDrafter
 from dflash_mini_lab.training.head_looks import look_at
 from dflash_mini_lab.training.head_model import Heads
@@ -34,7 +34,6 @@ from dflash_mini_lab.types import UserError
 HEADS_LOG_FILE, HEADS_STATE_FILE = "heads-log.jsonl", "heads-state.safetensors"
 TRAINED_FILES = (*HEAD_FILES, HEADS_LOG_FILE)
 """What training heads adds to an artifact folder; names for a manifest's `only`."""
-HELD_OUT_SEQUENCES, HELD_OUT_ANCHORS, GROUP = 160, 12, 8
 TABLES = ("pair.previous", "pair.next", "fused.token", "markov.previous", "markov.next")
 
 
@@ -180,12 +179,7 @@ class HeadTrainer:
         return {name: loss.detach() for name, loss in losses.items()}
 
     def look(self, progress: Progress, losses: Mapping[str, float], held_out: list[Sequence]) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(5)
-        usable = [s for s in held_out if s.answer_tokens > self.config.block_size][:HELD_OUT_SEQUENCES]
-        parts = []
-        for start in range(0, len(usable), GROUP):
-            blocks = cut_blocks(usable[start : start + GROUP], HELD_OUT_ANCHORS, self.config.block_size, generator)
-            parts.append(self.exact.draft(blocks, self.settings.kept))
+        parts = [self.exact.draft(blocks, self.settings.kept) for blocks in held_out_blocks(held_out, self.config.block_size)]
         return {
             "step": progress.step,
             "training_seconds": round(progress.seconds, 1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -117,7 +117,7 @@ def prepare(settings: Settings) -> Path:
         "dtype": dtype,
         "torch": torch.__version__,
         "target_weights": weights,
-        "started_from": artifacts.sha256(earlier) if start else _beginning(config),
+        "started_from": artifacts.sha256(earlier) if start else beginning(config, tensors),
         "sequences": len(training),
         "answer_tokens": sum(sequence.answer_tokens for sequence in training),
         "draft_vocabulary_coverage": _coverage(draft_to_target, held_out),
@@ -134,8 +134,10 @@ def prepare(settings: Settings) -> Path:
     return folder
 
 
-def _beginning(config: DrafterConfig) -> str:
-    return "random weights" if config.target_hidden_size else "the target's own last layers"
+def beginning(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> str:
+    """What `train.warm_start` begins with, for the provenance."""
+    fits = not config.target_hidden_size and any(name.startswith("warm.") for name in tensors)
+    return "the target's own last layers" if fits else "random weights"
 
 
 def _earlier_drafter(target: str, config: DrafterConfig) -> tuple[Path, dict[str, Tensor] | None]:

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
-from dflash_mini_lab.training.blocks import Blocks, block_embeddings, cut_blocks, draft_labels, target_to_draft
+from dflash_mini_lab.training.blocks import Blocks, block_embeddings, draft_labels, held_out_blocks, target_to_draft
 from dflash_mini_lab.training.loop import Progress, finite, train_for
 from dflash_mini_lab.training.losses import dpace_weights, expected_accepted, slot_cross_entropy, teacher_cross_entropy
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.shards import Sequence
 
-HELD_OUT_SEQUENCES = 160
-HELD_OUT_ANCHORS = 12
 STATE_FILE, LOG_FILE = "training-state.safetensors", "training-log.jsonl"
 
 RealLoop = Callable[[DrafterConfig, dict[str, Tensor]], float]
@@ -43,9 +41,9 @@ def train_drafter(
     """Train until `seconds` of training time are used up (time of earlier, interrupted runs in `folder` counts), on the device
     of `target_tensors` and of the sequences.
 
-    `target_tensors`: `embedding`, `head` `[vocabulary, hidden]` and, for the warm start, `layers`. `start`: tensors of an earlier
-    drafter of the same shape, to go on from on other data. Returns the checkpoint's tensors and the last look (held-out τ over
-    anchors, per-slot accuracy, real-loop τ).
+    `target_tensors`: `embedding`, `head` `[vocabulary, hidden]` and, for the warm start, `warm.` and the drafter's own tensor
+    names. `start`: tensors of an earlier drafter of the same shape, to go on from on other data. Returns the checkpoint's tensors
+    and the last look (held-out τ over anchors, per-slot accuracy, real-loop τ).
     """
     torch.manual_seed(recipe.seed)
     with target_tensors["embedding"].device:
@@ -130,11 +128,8 @@ class DrafterTrainer:
     @torch.no_grad()
     def look(self, progress: Progress, losses: Mapping[str, float], held_out: list[Sequence]) -> dict[str, Any]:
         """Held-out τ as the mean over anchors whose whole block lies in the answer, per-slot accuracy, and the real loop's τ."""
-        generator = torch.Generator().manual_seed(5)
         hits = []
-        usable = [s for s in held_out if s.answer_tokens > self.config.block_size][:HELD_OUT_SEQUENCES]
-        for start in range(0, len(usable), 8):
-            blocks = cut_blocks(usable[start : start + 8], HELD_OUT_ANCHORS, self.config.block_size, generator)
+        for blocks in held_out_blocks(held_out, self.config.block_size):
             proposed = self.draft_to_target[self.logits(blocks).argmax(-1)]
             whole = (blocks.labels >= 0).all(-1)
             hits.append((proposed == blocks.labels)[whole])
