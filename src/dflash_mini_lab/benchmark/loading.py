@@ -56,7 +56,9 @@ def load_model(settings: Settings, say: Say) -> Model:
     checkpoint = unpadded(ablated(_read_drafter(folder), settings.ablate), loaded.vocabulary)
     if checkpoint:
         shape = (loaded.config.vocab_size, loaded.config.hidden_size, loaded.config.num_hidden_layers)
-        check_fit(checkpoint[0], *shape, loaded.stop_ids, vocabulary_digest(loaded.tokenizer.get_vocab()))
+        known = checkpoint[0].tokenizer_sha256  # else there is nothing to compare, and a digest takes 90 ms
+        tokenizer = vocabulary_digest(loaded.tokenizer.get_vocab()) if known else None
+        check_fit(checkpoint[0], *shape, loaded.stop_ids, tokenizer)
     heads = read_heads(folder, checkpoint[0], manifest) if folder and checkpoint else Heads()
     about_drafter = None
     if folder and checkpoint:
