@@ -192,6 +192,8 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from dflash_mini_lab.targets.reading import refuse_missing
+
     plain = GgufConfig(dequantize=True)  # else some families stay in blocks, which only the library could run
     options = {"gguf_file": gguf.name, "dtype": torch.float32, "quantization_config": plain, "output_loading_info": True}
     try:
@@ -201,8 +203,7 @@ def convert(gguf: Path, folder: Path) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise UserError(f"{gguf}: transformers cannot read it ({' '.join(str(error).split())[:300]}).") from error
-    if info["missing_keys"]:
-        raise UserError(f"{gguf}: the weights lack {min(info['missing_keys'])}, which would be made up at random.")
+    refuse_missing(gguf, info["missing_keys"])
     tokenizer.save_pretrained(str(folder))
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain float32 now, whatever the file was

@@ -22,7 +22,7 @@ from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryDecoder, LibraryTarget
-from dflash_mini_lab.targets.reading import read_model
+from dflash_mini_lab.targets.reading import read_model, refuse_missing
 from dflash_mini_lab.targets.suitability import refuse_unsuitable
 from dflash_mini_lab.types import UserError
 
@@ -56,8 +56,7 @@ class LoadedTarget:
     def _read(self) -> Any:
         with _explained(self.where):
             model, missing = read_model(self.where, self.config, self.dtype)
-        if missing:
-            raise UserError(f"{self.where}: the weights lack {min(missing)}, which would be made up at random.")
+        refuse_missing(self.where, missing)
         return model.eval().to(self.device)
 
     def release_stock(self) -> None:

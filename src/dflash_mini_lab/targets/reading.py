@@ -10,6 +10,7 @@ import copy
 import ctypes
 import json
 import sys
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from dflash_mini_lab.types import UserError
 
 
 def read_model(where: str, config: Any, dtype: torch.dtype) -> tuple[Any, set[str]]:
@@ -39,6 +42,12 @@ def read_model(where: str, config: Any, dtype: torch.dtype) -> tuple[Any, set[st
         model, info = kind.from_pretrained(None, config=copy.deepcopy(config), state_dict=weights, **options)
     give_back_memory()
     return model, info["missing_keys"]
+
+
+def refuse_missing(where: Path | str, names: Collection[str]) -> None:
+    """Raises UserError where the weights at `where` lack `names`: the library makes such a tensor up without an error."""
+    if names:
+        raise UserError(f"{where}: the weights lack {min(names)}, which would be made up at random.")
 
 
 def weight_files(folder: Path) -> list[Path]:
