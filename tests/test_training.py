@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,7 +23,7 @@ from dflash_mini_lab.training import train
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary, cut_blocks, target_to_draft
 from dflash_mini_lab.training.features import ComputedFeatures
 from dflash_mini_lab.training.loop import learning_rate_share
-from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, teacher_cross_entropy
+from dflash_mini_lab.training.losses import UNTRAINED, dpace_weights, expected_accepted, slot_cross_entropy, teacher_loss
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.prepare import beginning, refuse_other_work, target_tensors
 from dflash_mini_lab.training.prompts import hold_out, training_texts
@@ -180,10 +181,32 @@ def test_the_draft_vocabulary_holds_the_most_frequent_answer_tokens(tmp_path: Pa
 def test_weights_and_accepted_lengths_by_hand() -> None:
     weights = dpace_weights(torch.tensor([[1.0, 0.0]]), alpha=0.5)
     torch.testing.assert_close(weights, torch.tensor([[1.5, 0.5]]))
-    logs = torch.tensor([[[0.5, 0.3, 0.2]]]).log()
-    soft = teacher_cross_entropy(logs, torch.tensor([[[0, 2, UNTRAINED]]]), torch.tensor([[[0.6, 0.3, 0.1]]]))
-    torch.testing.assert_close(soft, -(0.6 * torch.tensor([[0.5]]).log() + 0.3 * torch.tensor([[0.2]]).log()))
     assert expected_accepted(torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()).tolist() == [2, 0, 4]
+
+
+def test_the_loss_is_half_the_choice_s_and_half_the_teacher_s_and_its_gradient_is_autograd_s() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().view(1, 1, 3)
+    rows, likely = torch.tensor([[[0, 2, UNTRAINED]]]), torch.tensor([[[0.6, 0.3, 0.1]]])
+    loss, _ = teacher_loss(logits, torch.tensor([[0]]), rows, likely, 0.5)
+    assert loss.item() == pytest.approx(-0.5 * math.log(0.5) - 0.5 * (0.6 * math.log(0.5) + 0.3 * math.log(0.2)))
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, 5, 9, generator=generator, requires_grad=True)
+    labels = torch.randint(-1, 9, (3, 4, 5), generator=generator).masked_fill_(torch.rand(3, 4, 5) < 0.1, UNTRAINED)
+    labels[labels < 0] = UNTRAINED
+    rows = torch.rand(3, 4, 5, 12, generator=generator).argsort(-1)[..., :4]
+    rows[rows >= 9] = UNTRAINED
+    likely = torch.rand(3, 4, 5, 4, generator=generator).softmax(-1)
+    loss, gradient = teacher_loss(logits, labels, rows, likely, 0.3)
+    logs = logits.log_softmax(-1)
+    hard = slot_cross_entropy(logs, labels)
+    soft = -(likely * (rows >= 0) * logs.gather(-1, rows.clamp(min=0))).sum(-1)
+    weights = dpace_weights(torch.exp(-hard)) * (labels >= 0)
+    expected = (weights * (0.7 * hard + 0.3 * soft)).sum() / weights.sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert logits.grad is not None
+    torch.testing.assert_close(gradient, logits.grad)
 
 
 def test_taps_run_from_the_second_to_the_third_last_layer() -> None:

@@ -60,6 +60,17 @@ def training_seeds(path: Path) -> Iterator[str]:
         raise UserError(f"{path}: the training seeds cannot be read ({error}).") from error
 
 
+def written_requests(path: Path) -> list[str]:
+    """Prompts of a training file that stand as they are: the values of its groups whose only pattern is `{x}`."""
+    if path.suffix == ".txt":
+        return []
+    try:
+        groups = json.loads(path.read_bytes().decode("utf-8-sig"))["groups"]
+        return [value for group in groups if group["patterns"] == ["{x}"] for value in group["values"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: the training seeds cannot be read ({error}).") from error
+
+
 def around_own_prompts(path: Path) -> list[str]:
     """Patterns of a training file that ask for something about a prompt `{x}` which the target wrote itself."""
     try:

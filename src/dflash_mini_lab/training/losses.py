@@ -1,6 +1,7 @@
 """Losses over the slots of a block. Targets are the target model's own tokens; slot weights are detached."""
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,14 +15,25 @@ def slot_cross_entropy(log_probabilities: Tensor, labels: Tensor) -> Tensor:
     return flat.view(labels.shape)
 
 
-def teacher_cross_entropy(log_probabilities: Tensor, rows: Tensor, likely: Tensor) -> Tensor:
-    """Cross-entropy `[..., S]` to the target's own distribution, `-Σ_k p_k log q_k` over its likeliest tokens.
+def teacher_loss(logits: Tensor, labels: Tensor, rows: Tensor, likely: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The drafter's loss and its gradient `[..., S, V]` by its `logits [..., S, V]`.
 
-    `log_probabilities [..., S, V]` of the drafter; `rows [..., S, candidates]` of those tokens in the draft vocabulary
-    (UNTRAINED: not in it, left out); `likely [..., S, candidates]` their probabilities.
+    `labels [..., S]` (UNTRAINED allowed) are the target's choices; `rows [..., S, candidates]` its likeliest tokens in the draft
+    vocabulary (UNTRAINED: not in it, left out), `likely` their probabilities. `share` of a slot's loss is the cross-entropy to those,
+    the rest that to the choice; slots weigh as dpace_weights says, relative to their sum. By hand, since the vocabulary is
+    passed over four times where automatic differentiation does it ten times.
     """
-    known = log_probabilities.gather(-1, rows.clamp(min=0))
-    return -(likely * (rows >= 0) * known).sum(-1)
+    logits, trained = logits.detach().float(), labels >= 0
+    total = logits.logsumexp(-1, keepdim=True)
+    choice, rows, likely = labels.clamp(min=0)[..., None], rows.clamp(min=0), likely * (rows >= 0)
+    hard = (total - logits.gather(-1, choice))[..., 0] * trained
+    soft = (likely * (total - logits.gather(-1, rows))).sum(-1)
+    weights = dpace_weights(torch.exp(-hard)) * trained
+    weights = weights / weights.sum().clamp(min=1e-6)
+    loss = (weights * torch.lerp(hard, soft, share)).sum()
+    to_choice, to_likely = (weights * (1 - share))[..., None], weights[..., None] * share * likely
+    gradient = (logits - total).exp_().mul_(to_choice + to_likely.sum(-1, keepdim=True))
+    return loss, gradient.scatter_add_(-1, choice, -to_choice).scatter_add_(-1, rows, -to_likely)
 
 
 def dpace_weights(probability: Tensor, alpha: float = 0.5) -> Tensor:

@@ -50,9 +50,9 @@ class TrainableDrafter(nn.Module):
         positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).reshape(sequences, -1)
         context_rotation = self._rotation(torch.arange(tokens, device=anchors.device)[None])
         block_rotation = self._rotation(positions)
-        mask = block_mask(tokens, anchors, size, self.config.window)
+        hidden = hidden_context(tokens, anchors, size, self.config.window)
         for layer in self.layers:
-            x = layer(x, context, mask, block_rotation, context_rotation)
+            x = layer(x, context, hidden, block_rotation, context_rotation)
         return self.norm(x.view(sequences, blocks, size, -1)[:, :, 1:])
 
     def scoring_rows(self, head: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class _Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.eps)
 
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor, block: Rotation, before: Rotation) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, mask, block, before)
+    def forward(self, x: Tensor, context: Tensor, hidden: Tensor, block: Rotation, before: Rotation) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, hidden, block, before)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -90,19 +90,26 @@ class _Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, config.eps)
         self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
 
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor, block: Rotation, before: Rotation) -> Tensor:
-        def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (-1, self.config.head_dim))
+    def forward(self, x: Tensor, context: Tensor, hidden: Tensor, block: Rotation, before: Rotation) -> Tensor:
+        """`hidden`: see hidden_context. Its rows belong to blocks of one size, and a block sees no other: so the context's scores and
+        each block's own are two products, not one with a mask over every pair of blocks (half the time on a CPU)."""
+        config, size = self.config, self.config.block_size
 
-        q = _rotate_half(self.q_norm(heads(self.q_proj(x)).float()), block)
-        k_block = _rotate_half(self.k_norm(heads(self.k_proj(x)).float()), block)
-        k_context = _rotate_half(self.k_norm(heads(self.k_proj(context)).float()), before)
-        k = torch.cat([k_context, k_block], dim=1)
-        v = torch.cat([heads(self.v_proj(context)), heads(self.v_proj(x))], dim=1)
-        groups = self.config.heads // self.config.kv_heads
-        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-        q, k, v = (y.transpose(1, 2).to(v.dtype) for y in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, config.head_dim))
+
+        def all_heads(y: Tensor) -> Tensor:
+            return y.repeat_interleave(config.heads // config.kv_heads, dim=2).transpose(1, 2)
+
+        q = _rotate_half(self.q_norm(heads(self.q_proj(x)).float()), block).transpose(1, 2) * config.head_dim**-0.5
+        k = all_heads(_rotate_half(self.k_norm(heads(self.k_proj(x)).float()), block)).unflatten(2, (-1, size))
+        k_context = all_heads(_rotate_half(self.k_norm(heads(self.k_proj(context)).float()), before))
+        v, v_context = all_heads(heads(self.v_proj(x))).unflatten(2, (-1, size)), all_heads(heads(self.v_proj(context)))
+        far = (q @ k_context.transpose(-1, -2)).float().masked_fill(hidden, float("-inf"))
+        near = (q.unflatten(2, (-1, size)) @ k.transpose(-1, -2)).float().flatten(2, 3)
+        weights = torch.cat([far, near], dim=-1).softmax(-1).to(v.dtype)
+        of_context, of_block = weights.split([far.shape[-1], size], dim=-1)
+        mixed = of_context @ v_context + (of_block.unflatten(2, (-1, size)) @ v).flatten(2, 3)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -117,17 +124,11 @@ class _MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def block_mask(tokens: int, anchors: Tensor, size: int, window: int | None = None) -> Tensor:
-    """Additive `[sequences, 1, blocks · size, tokens + blocks · size]`: the `window` positions before the anchor (None: all), and
-    the block itself."""
-    sequences, blocks = anchors.shape
+def hidden_context(tokens: int, anchors: Tensor, size: int, window: int | None = None) -> Tensor:
+    """`[sequences, 1, blocks · size, tokens]`: true but at the `window` positions before a row's anchor (None: all before it)."""
     back = anchors[..., None] - torch.arange(tokens, device=anchors.device)
-    sees_context = (back > 0) & (back <= (window or tokens))
-    sees_context = sees_context[:, :, None].expand(-1, -1, size, -1).reshape(sequences, blocks * size, tokens)
-    block = torch.arange(blocks * size, device=anchors.device) // size
-    same = (block[:, None] == block[None, :]).expand(sequences, -1, -1)
-    allowed = torch.cat([sees_context, same], dim=-1)
-    return torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, float("-inf"))[:, None]
+    sees = (back > 0) & (back <= (window or tokens))
+    return ~sees.repeat_interleave(size, dim=1)[:, None]
 
 
 def _rotate_half(x: Tensor, rotation: Rotation) -> Tensor:

@@ -8,6 +8,7 @@ was begun on one device goes on, on another.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,7 @@ from dflash_mini_lab.measurement.clock import HostClock
 from dflash_mini_lab.measurement.gpu import full_memory_explained
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
-from dflash_mini_lab.prompts import load_prompts, not_held_out
+from dflash_mini_lab.prompts import load_prompts, not_held_out, written_requests
 from dflash_mini_lab.settings import CPU, GPU, Settings
 from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.lean_build import unsupported_reason
@@ -44,12 +45,14 @@ from dflash_mini_lab.training.heads import add_heads
 from dflash_mini_lab.training.prompts import hold_out, own_prompts, training_texts
 from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, recipe_for
 from dflash_mini_lab.training.shards import Sequence, have_features, read_sequences, write_shard
-from dflash_mini_lab.training.teacher import continue_batch, equal_length_batches, rows_that_fit
+from dflash_mini_lab.training.teacher import begin_answers, continue_batch, equal_length_batches, rows_that_fit
 from dflash_mini_lab.training.train import LOG_FILE, RealLoop, train_drafter
 from dflash_mini_lab.types import UserError
 
 REAL_LOOP_PROMPTS, REAL_LOOP_TOKENS = 8, 48
 FEWEST_SEQUENCES = 16
+LONGEST_OPENING = 12
+"""Sampled tokens before an answer goes on greedily."""
 LONGEST_SEQUENCE = 1024
 """Tokens of a prompt and its answer; a target with a shorter context sets its own limit."""
 PROVENANCE_FILE, STATE_FILE, PROMPTS_FILE = "provenance.json", "prepare-state.json", "own-prompts.json"
@@ -170,7 +173,7 @@ def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: R
     spent = _read_state(work)
     if spent >= seconds:
         return
-    longest = min(LONGEST_SEQUENCE, loaded.config.max_position_embeddings) - recipe.answer_tokens
+    longest = min(LONGEST_SEQUENCE, loaded.config.max_position_embeddings) - recipe.answer_tokens - LONGEST_OPENING
     if longest < 1:
         raise UserError(f"{loaded.where}: a context of {loaded.config.max_position_embeddings} tokens is too short to train on.")
     decoder = loaded.decoder(LONGEST_SEQUENCE)
@@ -182,19 +185,29 @@ def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: R
         wanted = list(dict.fromkeys(not_held_out(list(texts), measured)))
         return {text: ids for text, ids in zip(wanted, loaded.encode_prompts(wanted), strict=True) if 0 < len(ids) <= longest}
 
-    prompts = encoded(own)
+    prompts = encoded([*own, *written_requests(entry.training_file)])
     held_out = {text: prompts.pop(text) for text in hold_out(prompts, recipe.held_out_prompts)}
     prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", entry.training_file, recipe.seed))
     rows = _batch(decoder, recipe, max(map(len, (*prompts.values(), *held_out.values())), default=1))
-    answers = [(ANSWERS, batch) for batch in equal_length_batches(list(prompts.values()), rows, recipe.seed)]
-    judges = [(HELD_OUT, batch) for batch in equal_length_batches(list(held_out.values()), rows, recipe.seed, 1)]
+    order = random.Random(recipe.seed)
+    answers = [
+        (ANSWERS, batch, order.randint(1, LONGEST_OPENING) if again else 0)
+        for again in range(1 + recipe.openings)
+        for batch in equal_length_batches(list(prompts.values()), rows, recipe.seed + again)
+    ]
+    order.shuffle(answers)
+    judges = [(HELD_OUT, batch, 0) for batch in equal_length_batches(list(held_out.values()), rows, recipe.seed, 1)]
     batches = [batch for pair in zip_longest(answers, judges) for batch in pair if batch]  # both, however little time there is
     taps = config.taps if loaded.device == "cpu" else ()
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", disable=None, desc="answers")
-    for index, (folder, batch) in enumerate(batches):
+    stops = sorted(loaded.stop_ids)
+    for index, (folder, batch, opening) in enumerate(batches):
         path = work / folder / f"{index:05d}.safetensors"
         if not path.exists():
-            stops = sorted(loaded.stop_ids)
+            if opening:
+                batch = begin_answers(decoder, batch, opening, stops, recipe.seed + index, loaded.vocabulary)
+                if not len(batch):
+                    continue
             answered = continue_batch(decoder, batch, recipe.answer_tokens, stops, taps, vocabulary=loaded.vocabulary)
             write_shard(path, answered)
             spent = time.monotonic() - began

@@ -26,6 +26,8 @@ class Recipe:
     draft_vocabulary: int = 8192
     answer_tokens: int = 128
     own_prompt_tokens: int = 80
+    openings: int = 1
+    """Times that a prompt is answered again behind a few sampled tokens: other answers for no other prompt."""
     teacher_batch: int = 128
     sequences: int = 12
     anchors: int = 27

@@ -112,6 +112,19 @@ def continue_batch(
             likely_ids, likely = likely_ids[rows], likely[rows]
 
 
+def begin_answers(
+    decoder: LeanDecoder | LibraryDecoder, prompts: Tensor, tokens: int, stop_ids: Sequence[int], seed: int, vocabulary: int
+) -> Tensor:
+    """`prompts [batch, length]` with the first `tokens` of an answer, sampled at temperature 1: `[≤ batch, length + tokens]`; an
+    answer that ended by then is left out."""
+    generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
+    begun = continue_batch(
+        decoder, prompts, tokens, stop_ids, candidates=0, temperature=1.0, generator=generator, vocabulary=vocabulary
+    )
+    going = [trajectory.tokens for trajectory in begun if trajectory.tokens[-1] not in stop_ids]
+    return torch.tensor(going, dtype=torch.long).view(len(going), prompts.shape[1] + tokens)
+
+
 def rows_that_fit(decoder: LeanDecoder, positions: int, free_bytes: int) -> int:
     """Sequences of `positions` tokens that a batch can have in half of `free_bytes`: their cache, the activations of a prompt's
     pass (counted as ACTIVATIONS hidden states a token) and the float32 logits of a step, at least 1."""

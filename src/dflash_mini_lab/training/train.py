@@ -14,7 +14,7 @@ from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig
 from dflash_mini_lab.packed_linear import bfloat16_is_faster
 from dflash_mini_lab.training.blocks import Blocks, block_embeddings, draft_labels, held_out_blocks, target_to_draft
 from dflash_mini_lab.training.loop import Progress, finite, train_for
-from dflash_mini_lab.training.losses import dpace_weights, expected_accepted, slot_cross_entropy, teacher_cross_entropy
+from dflash_mini_lab.training.losses import expected_accepted, teacher_loss
 from dflash_mini_lab.training.model import TrainableDrafter
 from dflash_mini_lab.training.recipe import Recipe
 from dflash_mini_lab.training.shards import Sequence
@@ -110,20 +110,16 @@ class DrafterTrainer:
             return F.linear(hidden.to(self.dtype), self.module.scoring_rows(self.head))
 
     def step(self, blocks: Blocks, rate_share: float) -> dict[str, Tensor]:
-        labels = draft_labels(blocks, self.to_draft)
-        log_probabilities = self.logits(blocks).float().log_softmax(-1)
-        hard = slot_cross_entropy(log_probabilities, labels)
-        soft = teacher_cross_entropy(log_probabilities, self.to_draft[blocks.likely_ids], blocks.likely)
-        weights = dpace_weights(torch.exp(-hard)) * (labels >= 0)
-        losses = torch.lerp(hard, soft, self.recipe.teacher_share)
-        loss = (weights * losses).sum() / weights.sum().clamp(min=1e-6)
-        loss.backward()
+        logits = self.logits(blocks)
+        labels, rows = draft_labels(blocks, self.to_draft), self.to_draft[blocks.likely_ids]
+        loss, gradient = teacher_loss(logits, labels, rows, blocks.likely, self.recipe.teacher_share)
+        logits.backward(gradient.to(logits.dtype))
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         for group in self.optimiser.param_groups:
             group["lr"] = self.recipe.learning_rate * rate_share
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return {"loss": loss.detach()}
+        return {"loss": loss}
 
     @torch.no_grad()
     def look(self, progress: Progress, losses: Mapping[str, float], held_out: list[Sequence]) -> dict[str, Any]:
