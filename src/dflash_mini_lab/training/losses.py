@@ -19,8 +19,8 @@ def teacher_loss(logits: Tensor, labels: Tensor, rows: Tensor, likely: Tensor, s
     """The drafter's loss and its gradient `[..., S, V]` by its `logits [..., S, V]`.
 
     `labels [..., S]` (UNTRAINED allowed) are the target's choices; `rows [..., S, candidates]` its likeliest tokens in the draft
-    vocabulary (UNTRAINED: not in it, left out), `likely` their probabilities. `share` of a slot's loss is the cross-entropy to those,
-    the rest that to the choice; slots weigh as dpace_weights says, relative to their sum. By hand, since the vocabulary is
+    vocabulary (UNTRAINED: not in it, left out), `likely` their probabilities. `share` of a slot's loss is the cross-entropy to
+    those, the rest that to the choice; slots weigh as dpace_weights says, relative to their sum. By hand, since the vocabulary is
     passed over four times where automatic differentiation does it ten times.
     """
     logits, trained = logits.detach().float(), labels >= 0

@@ -38,8 +38,8 @@ class Recipe:
     final_rate: float = 0.03
     held_out_prompts: int = 192
     minutes: float = 60.0
-    data_share: float = 0.4
-    heads_share: float = 0.1
+    data_share: float = 0.36
+    heads_share: float = 0.08
     """Shares of the time that go into teacher data and into the heads; the rest trains the drafter."""
     own_prompts_share: float = 0.3
     """Share of the data's time that samples the target's own prompts."""
@@ -50,7 +50,7 @@ class Recipe:
 
 
 RECIPES = {
-    "smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), minutes=140.0, learning_rate=1e-3),
+    "smollm2-135m": Recipe(tap_layers=(1, 8, 15, 22, 27), answer_tokens=96, minutes=140.0, learning_rate=1e-3),
     "qwen3-0.6b": Recipe(tap_layers=(4, 14, 27), width=256, heads=8, window=16),
 }
 """Targets whose recipe differs from the default."""
