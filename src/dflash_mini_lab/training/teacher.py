@@ -85,14 +85,16 @@ def continue_batch(
         if taps:
             features[:, position - step.shape[1] : position] = torch.stack(tapped, dim=2)
         logits = decoder.logits(hidden[:, -1])[:, :vocabulary]
-        step = _next_tokens(logits, temperature, generator)[:, None]
-        tokens[:, position] = step[:, 0]
         answered = position - length + 1
         if candidates:
             wide = logits.float()
             best, ids = wide.topk(candidates)
             likely_ids[:, answered - 1] = ids
-            likely[:, answered - 1] = (best - wide.logsumexp(-1, keepdim=True)).exp()
+            largest = best[:, :1]
+            likely[:, answered - 1] = (best - largest).exp() / wide.sub_(largest).exp_().sum(-1, keepdim=True)
+        greedy = temperature == 0 and candidates  # then the choice is found already
+        step = ids[:, :1] if greedy else _next_tokens(logits, temperature, generator)[:, None]
+        tokens[:, position] = step[:, 0]
         last = position == length + new_tokens - 1
         done = going & (torch.isin(step[:, 0], stops) | last)
         rows = done.nonzero()[:, 0]
