@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dflash_mini_lab.types import FusedHead, GapFit, Heads, JumpHead, MarkovHead, PairHead, PararealFit
+from dflash_mini_lab.trees import depths
+from dflash_mini_lab.types import FusedHead, GapFit, Heads, JumpHead, MarkovHead, PairHead, PararealFit, Proposal
 
 NEVER = -30.0
 """A logit that no draw at the temperatures of these tests can reach."""
@@ -70,6 +71,13 @@ def slots_with_margins(*values: float, committed: Sequence[int] = (4, 5, 6)) -> 
 
 def propose(method, draft: Table, **settings: float):
     return method.select(draft, {**method.settings, **settings})
+
+
+def slots_of(proposal: Proposal) -> list[int]:
+    """The slot of each token: of a chain its place, of a tree its depth."""
+    assert all(-1 <= parent < place for place, parent in enumerate(proposal.parents)), "parents come first"
+    assert len(proposal.parents) in (0, len(proposal.tokens))
+    return depths(proposal.parents) if proposal.parents else list(range(len(proposal.tokens)))
 
 
 def contexts(count: int) -> list[list[int]]:

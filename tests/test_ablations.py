@@ -15,6 +15,7 @@ from tests.tiny_models import (
     POSITIONS,
     ScriptedDrafter,
     TickingClock,
+    paths_of,
     plain_greedy,
     random_ids,
     tiny_model,
@@ -52,7 +53,7 @@ DFLASH = by_key("01")
 @pytest.mark.parametrize("kind", ["right", "random"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_method_answers_as_plain_greedy_decoding_does(family: str, kind: str, method) -> None:
-    for seed, path in enumerate(PATHS):
+    for seed, path in enumerate(paths_of(method)):
         prompt = random_ids(5 + seed, seed)
         answer = plain_greedy(family, prompt, 24)
         for size in (2, 7):

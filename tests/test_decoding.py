@@ -2,7 +2,16 @@
 from __future__ import annotations
 
 import pytest
-from tests.tiny_models import FAMILIES, POSITIONS, ScriptedDrafter, TickingClock, plain_greedy, random_ids, tiny_target
+from tests.tiny_models import (
+    FAMILIES,
+    POSITIONS,
+    ScriptedDrafter,
+    TickingClock,
+    paths_of,
+    plain_greedy,
+    random_ids,
+    tiny_target,
+)
 
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.methods import METHODS, by_key
@@ -15,7 +24,7 @@ DRAFTERS = ("right", "wrong", "random")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_method_answers_as_plain_greedy_decoding_does(family: str, kind: str, method) -> None:
-    for seed, path in enumerate(("lean", "static", "library")):
+    for seed, path in enumerate(paths_of(method)):
         prompt = random_ids(5 + seed, seed)
         answer = plain_greedy(family, prompt, 24)
         for block in (2, 5, 8):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.tables import Table, propose, random_heads, random_tables, with_heads
+from tests.tables import Table, propose, random_heads, random_tables, slots_of, with_heads
 
 from dflash_mini_lab.methods import METHODS
 
@@ -34,7 +34,7 @@ def test_every_number_of_slots_and_candidates_gives_a_legal_proposal(method) -> 
             allowed = draft.top(candidates if asked or "parareal" in method.needs else 2)[0].tolist()
             assert len(proposal.tokens) <= draft.slots
             assert all(type(token) is int for token in proposal.tokens)
-            assert all(token in row for token, row in zip(proposal.tokens, allowed, strict=False))
+            assert all(token in allowed[slot] for token, slot in zip(proposal.tokens, slots_of(proposal), strict=True))
             assert len(proposal.tokens) == draft.slots or method.key in ("08", "09"), "only these cut"
             assert proposal.work >= 0
             assert propose(method, draft, **asked) == proposal, "no state between rounds"

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "dflash_mini_lab"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "settings", "files", "bootstrap_install"),
-    ("scores", "paths", "artifacts", "catalog", "norms", "packed_linear", "rotary", "numpy_ops", "crossings", "tensors")
+    ("scores", "paths", "trees", "artifacts", "catalog", "norms", "packed_linear", "rotary", "numpy_ops", "crossings", "tensors")
     + ("benchmark_file", "prompts", "bootstrap", "bootstrap_gpu"),
     ("targets", "drafters", "methods"),
     ("decoding", "measurement"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.tables import every_slot_has_a_candidate, propose, random_heads, random_tables, with_heads
+from tests.tables import every_slot_has_a_candidate, propose, random_heads, random_tables, slots_of, with_heads
 
 from dflash_mini_lab.methods import METHODS
 
@@ -36,6 +36,6 @@ def test_any_draft_gets_a_legal_proposal(method) -> None:
             k = settings.get("candidates", heads.parareal.candidates if method.key == "12" else 2)
             if every_slot_has_a_candidate(draft):
                 rows = draft.top(k)[0].tolist()
-                assert all(token in row for token, row in zip(proposal.tokens, rows, strict=False))
+                assert all(token in rows[slot] for token, slot in zip(proposal.tokens, slots_of(proposal), strict=True))
             assert propose(method, draft, **settings) == proposal, "no state between rounds"
             assert np.array_equal(draft.rows, before)

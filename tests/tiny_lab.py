@@ -119,9 +119,9 @@ class LyingTarget(LeanTarget):
         session = super().start(prompt_ids, capacity, taps)
         honest, calls = session.verify, [0]
 
-        def verify(tokens: Sequence[int]) -> list[int]:
+        def verify(tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
             calls[0] += 1
-            greedy_ids = honest(tokens)
+            greedy_ids = honest(tokens, parents)
             return greedy_ids if calls[0] < self.after else [(token + 1) % VOCABULARY for token in greedy_ids]
 
         session.verify = verify  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from dflash_mini_lab.targets.captured_target import CapturedTarget
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryTarget
-from dflash_mini_lab.types import Heads
+from dflash_mini_lab.types import Heads, Method
 
 VOCABULARY, HIDDEN = 61, 32
 POSITIONS = 160
@@ -96,6 +96,11 @@ def tiny_target(family: str, path: str, stop_ids: frozenset[int] = frozenset(), 
         kind = LeanTarget if path == "lean" else CapturedTarget
         return kind(build_lean_decoder(model, POSITIONS, measure=False), stop_ids, VOCABULARY, full_logits=full_logits)
     return LibraryTarget(model, stop_ids, VOCABULARY, measure=False, full_logits=full_logits)
+
+
+def paths_of(method: Method) -> tuple[str, ...]:
+    """The paths of `tiny_target` on which a method runs: the library's modules verify no trees."""
+    return ("lean", "static") if method.trees else ("lean", "static", "library")
 
 
 def random_ids(count: int, seed: int) -> list[int]:

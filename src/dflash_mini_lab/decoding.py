@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dflash_mini_lab.trees import accepted_rows, depth
 from dflash_mini_lab.types import (
     Clock,
     Decoded,
@@ -39,7 +40,8 @@ def decode(
 
     The drafter always drafts its whole block, as it was trained; `verify_width` W (anchor included; default the block size)
     then caps the proposal at W - 1 tokens. Near the budget and near the context's end it shrinks to what can be committed.
-    Raises UserError for a prompt that is empty or leaves no room for a token, and for a method without its drafter or heads.
+    Raises UserError for a prompt that is empty or leaves no room for a token, and for a method without its drafter or heads, or
+    of trees on a target that verifies none.
     """
     if not prompt_ids:
         raise UserError("The prompt is empty: there is nothing to continue.")
@@ -51,6 +53,7 @@ def decode(
         raise UserError(f"Method {method.key} {method.name} needs a drafter, and this target has none: run with --prepare first.")
     if drafter is not None:
         refuse_without_heads(method, drafter.heads)
+    refuse_without_trees(method, target.trees)
 
     settings = method.settings if settings is None else settings
     slots = 0
@@ -88,6 +91,15 @@ def refuse_without_heads(method: Method, heads: Heads) -> None:
         )
 
 
+def refuse_without_trees(method: Method, trees: bool) -> None:
+    """Raises UserError, one sentence, where the method proposes trees and the target verifies none."""
+    if method.trees and not trees:
+        raise UserError(
+            f"Method {method.key} {method.name} proposes trees, and a model that runs through transformers' own modules cannot "
+            "verify one in a single call: leave the method out."
+        )
+
+
 def _round(
     session: Session,
     drafting: DrafterSession | None,
@@ -117,16 +129,16 @@ def _round(
     draft = drafting.draft(committed)
     drafted = clock.now()
     proposal: Proposal = method.select(draft, settings)
-    proposed = proposal.tokens[:room]
+    proposed, parents = proposal.tokens[:room], proposal.parents[:room]  # a tree of so few tokens is no deeper
     selected = clock.now()
-    greedy = session.verify([anchor, *proposed])
+    rows = [anchor, *proposed]
+    greedy = session.verify(rows, [-1, *(parent + 1 for parent in parents)]) if parents else session.verify(rows)
     verified = clock.now()
-    accepted = 0
-    while accepted < len(proposed) and proposed[accepted] == greedy[accepted]:
-        accepted += 1
+    path = accepted_rows(proposed, parents or range(-1, len(proposed) - 1), greedy)
+    accepted = len(path) - 1
     kept = max(1, accepted + bonus)  # the anchor's row and those of all new tokens but the last, which is the next anchor
-    session.keep(kept)
-    new = greedy[:kept]
+    session.keep(path[:kept] if parents else kept)
+    new = [greedy[row] for row in path[:kept]]
     for place, token in enumerate(new):
         if token in stop_ids:
             new = new[: place + 1]
@@ -142,5 +154,7 @@ def _round(
         select=selected - drafted,
         verify=verified - selected,
         rest=ended - verified,
+        depth=depth(parents) if parents else None,
+        path=tuple(path[1:]) if parents else (),
     )
     return step, new, ended

@@ -14,10 +14,15 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Proposal:
-    """0 … S draft tokens for the slots after the anchor, and the number of candidate scores computed to choose them."""
+    """0 … S draft tokens for the slots after the anchor, and the number of candidate scores computed to choose them.
+
+    A chain, one token a slot, unless `parents` makes it a tree: the place of each token's parent among `tokens`, -1 the anchor.
+    A parent comes before its children, and the loop may verify any number of the first tokens: the best come first.
+    """
 
     tokens: tuple[int, ...]
     work: int = 0
+    parents: tuple[int, ...] = ()
 
     @classmethod
     def along(cls, ids: np.ndarray, choice: np.ndarray, work: int) -> Proposal:
@@ -186,6 +191,8 @@ class Method:
     """Key of the method whose calibrated values this one takes over, for every setting that it has."""
     needs: tuple[str, ...] = ()
     """Names of the heads (fields of `Heads`) without which it cannot run."""
+    trees: bool = False
+    """Whether it proposes trees, which not every target can verify."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,10 @@ class Step:
     select: float
     verify: float
     rest: float
+    depth: int | None = None
+    """Of a tree: the slots that it reached. A chain reaches as many as it proposed."""
+    path: tuple[int, ...] = ()
+    """Of a tree: the rows of the accepted drafts, the anchor's row being 0. A chain's are 1, 2, …, `accepted`."""
 
 
 @dataclass(frozen=True)
@@ -244,12 +255,17 @@ class Session(Protocol):
         """The single-row path of method 00: extend by `token`, return the next greedy token. Nothing to roll back."""
         ...
 
-    def verify(self, tokens: Sequence[int]) -> list[int]:
-        """Extend by W tokens; returns the greedy token after each. `keep` must follow before the next call."""
+    def verify(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
+        """Extend by W tokens; returns the greedy token after each. `keep` must follow before the next call.
+
+        Each token follows the one before it, unless `parents` makes them a tree: the row that each follows, an earlier one, and
+        -1 for what is in the cache. A row then sees the cache and its own ancestors. Only where the target verifies `trees`.
+        """
         ...
 
-    def keep(self, rows: int) -> None:
-        """Keep the first `rows` rows of the last `verify` call, roll the others back."""
+    def keep(self, rows: int | Sequence[int]) -> None:
+        """Keep these rows of the last `verify` call, in their order, and roll the others back; a number n stands for the first
+        n. Of a tree they are a path: the first follows the cache, and each other one the row before it."""
         ...
 
     def take_features(self) -> Any:
@@ -264,6 +280,8 @@ class Target(Protocol):
     max_positions: int
     vocabulary: int
     """Ids that may be emitted. A head may have more rows, as padding; they are never proposed and never chosen."""
+    trees: bool
+    """Whether its sessions verify draft trees."""
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> Session:
         """A session for `prompt_ids` that will hold up to `capacity` tokens.

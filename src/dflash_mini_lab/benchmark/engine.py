@@ -54,4 +54,6 @@ class Model:
     vocabulary: int | None = None
     """Ids that may be emitted; None: every row of the head."""
     device: str = "cpu"
+    trees: bool = True
+    """Whether the target verifies draft trees."""
     backend: Literal["torch", "numpy"] = "torch"

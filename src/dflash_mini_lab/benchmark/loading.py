@@ -106,6 +106,7 @@ def load_model(settings: Settings, say: Say) -> Model:
         heads=heads,
         vocabulary=loaded.vocabulary,
         device=settings.device,
+        trees=loaded.path_reason is None,
     )
 
 

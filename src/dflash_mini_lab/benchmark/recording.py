@@ -72,6 +72,7 @@ class _HeardTarget:
 
     def __init__(self, target: Target, recorder: Recorder) -> None:
         self.stop_ids, self.max_positions, self.vocabulary = target.stop_ids, target.max_positions, target.vocabulary
+        self.trees = target.trees
         self._target, self._recorder = target, recorder
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> _HeardSession:
@@ -88,9 +89,9 @@ class _HeardSession:
     def length(self) -> int:
         return self._session.length
 
-    def verify(self, tokens: Sequence[int]) -> list[int]:
+    def verify(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
         length = self._session.length
-        greedy = self._session.verify(tokens)
+        greedy = self._session.verify(tokens, parents)
         self._recorder.verified(length, tokens, greedy)
         return greedy
 

@@ -18,7 +18,7 @@ from dflash_mini_lab.benchmark.loading import load_model
 from dflash_mini_lab.benchmark.stages import Run
 from dflash_mini_lab.benchmark_file import Benchmark, schema_errors, write
 from dflash_mini_lab.catalog import resolve
-from dflash_mini_lab.decoding import refuse_without_heads
+from dflash_mini_lab.decoding import refuse_without_heads, refuse_without_trees
 from dflash_mini_lab.measurement.clock import clock_for
 from dflash_mini_lab.measurement.energy import Energy, find_energy
 from dflash_mini_lab.measurement.memory import find_memory
@@ -125,16 +125,21 @@ def exit_status(benchmark: Benchmark) -> int:
 
 
 def choose_methods(asked: Sequence[str], model: Model, say: Callable[[str], None]) -> tuple[str, ...]:
-    """`asked`, or without a word of the user's every method; one that lacks a head is then left out, and it is said.
+    """`asked`, or without a word of the user's every method; one that lacks a head, or a target that verifies its trees, is then
+    left out, and it is said.
 
-    Raises UserError for a method that was asked for by name and lacks a head.
+    Raises UserError for such a method that was asked for by name.
     """
     for key in asked:
         refuse_without_heads(by_key(key), model.heads)
+        refuse_without_trees(by_key(key), model.trees)
     if asked:
         return tuple(asked)
-    ready = [method for method in METHODS if set(method.needs) <= set(model.heads.present)]
-    without = [method.key for method in METHODS if method not in ready]
+    able = [method for method in METHODS if model.trees or not method.trees]
+    if unable := [method.key for method in METHODS if method not in able]:
+        say(f"Left out: method {', '.join(unable)}. A model that runs through transformers' own modules verifies no trees.")
+    ready = [method for method in able if set(method.needs) <= set(model.heads.present)]
+    without = [method.key for method in able if method not in ready]
     if without:
         heads = sorted({name for method in METHODS for name in method.needs} - set(model.heads.present))
         way_out = "; --prepare trains them" if model.backend == "torch" else ""

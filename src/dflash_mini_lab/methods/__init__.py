@@ -16,6 +16,7 @@ from dflash_mini_lab.methods.m11_gated_mobs import GATED_MOBS
 from dflash_mini_lab.methods.m12_parareal import PARAREAL
 from dflash_mini_lab.methods.m13_minop import MINOP
 from dflash_mini_lab.methods.m14_simple_parareal import SIMPLE_PARAREAL
+from dflash_mini_lab.methods.m15_tree import TREE
 from dflash_mini_lab.types import Method, UserError
 
 METHODS: tuple[Method, ...] = (
@@ -34,6 +35,7 @@ METHODS: tuple[Method, ...] = (
     PARAREAL,
     MINOP,
     SIMPLE_PARAREAL,
+    TREE,
 )
 
 

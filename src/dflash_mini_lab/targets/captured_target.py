@@ -41,18 +41,21 @@ class CapturedTarget(LeanTarget):
         """Why CUDA would not capture, in its own words."""
         self.widest = WIDEST
         self._states: dict[Kind, StaticState] = {}
-        self._steps: dict[tuple[Kind, int], CapturedStep] = {}
+        self._steps: dict[tuple[Kind, int, bool], CapturedStep] = {}
 
     def prepare_steps(self, widths: Sequence[int], taps: Sequence[int]) -> dict[str, Any]:
-        """Capture method 00's step and one for each of `widths` with `taps`, before anything is timed.
+        """Capture method 00's step and two for each of `widths` with `taps`, for chains and for trees, before anything is timed.
 
         Returns the `decode` entry of benchmark.json. Where CUDA refuses, every step of the target runs eagerly, and it says why.
         """
         self.widest = max(WIDEST, *widths)
         if self.capture:
             try:
-                for kind, rows in [(None, 1), *((tuple(taps), rows) for rows in sorted(set(widths)))]:
-                    self.step(kind, rows)
+                self.step(None, 1)
+                for rows in sorted(set(widths)):
+                    self.step(tuple(taps), rows)
+                    if rows > 1:  # the anchor alone is no tree
+                        self.step(tuple(taps), rows, trees=True)
             except RuntimeError as error:
                 self.capture, self.refusal = False, " ".join(str(error).split())[:200]
                 self._steps.clear()
@@ -73,15 +76,16 @@ class CapturedTarget(LeanTarget):
                 self._states[kind] = StaticState(self.decoder, self.max_positions, 1 if kind is None else self.widest)
         return self._states[kind]
 
-    def step(self, kind: Kind, rows: int) -> CapturedStep:
+    def step(self, kind: Kind, rows: int, trees: bool = False) -> CapturedStep:
         """The step for `rows` rows, made when it is first asked for. One that was not prepared runs eagerly: a capture in the
         middle of a sequence would write into it."""
-        if (kind, rows) not in self._steps:
+        key = (kind, rows, trees)
+        if key not in self._steps:
             state = self.state(kind)
             with torch.inference_mode():
                 capture = self.capture and state.length == 0
-                self._steps[kind, rows] = CapturedStep(self.decoder, state, rows, kind or (), self.vocabulary, capture)
-        return self._steps[kind, rows]
+                self._steps[key] = CapturedStep(self.decoder, state, rows, kind or (), self.vocabulary, capture, trees)
+        return self._steps[key]
 
 
 class CapturedSession(LeanSession):
@@ -112,15 +116,16 @@ class CapturedSession(LeanSession):
         return first
 
     @torch.inference_mode()
-    def keep(self, rows: int) -> None:
+    def keep(self, rows: int | Sequence[int]) -> None:
         self._require_lease()
-        self.state.keep(rows)
-        self.features.keep(rows)
+        count = rows if isinstance(rows, int) else self._gathered(rows, self.state)
+        self.state.keep(count)
+        self.features.keep(count)
 
-    def _extend(self, tokens: Sequence[int]) -> list[int]:
+    def _extend(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
         self._require_lease()
-        step = self.target.step(self.kind, len(tokens))
-        greedy = step.run(tokens, self.target.crossings)
+        step = self.target.step(self.kind, len(tokens), trees=bool(parents))
+        greedy = step.run(tokens, self.target.crossings, parents)
         if self.taps:
             self.features.record([step.features])  # a copy: the next step overwrites its buffer
         return greedy

@@ -19,6 +19,11 @@ class FeatureLog:
         if tapped:
             self._waiting = torch.cat(tapped, dim=-1)
 
+    def gather(self, rows: Tensor) -> None:
+        """Bring `rows [n]` of the last call to its first places, for `keep(n)`."""
+        if self._waiting is not None:
+            self._waiting = self._waiting.index_select(0, rows)
+
     def keep(self, rows: int) -> None:
         if self._waiting is not None:
             self._kept.append(self._waiting[:rows])

@@ -20,10 +20,14 @@ from dflash_mini_lab.targets.lean import (
     LeanCache,
     LeanDecoder,
     ShortConvolution,
-    convolve_window,
+    TreeRows,
+    bring_forward,
+    chain_inputs,
+    convolve,
     merge,
     project,
 )
+from dflash_mini_lab.trees import row_table
 
 ALIGNMENT = 8
 """CUDA's fused attention kernels want a mask whose rows are multiples of this many elements."""
@@ -84,6 +88,12 @@ class StaticState:
         self.length += rows
         self.kept = self.last_rows = rows
 
+    def gather(self, rows: Tensor) -> None:
+        """Bring `rows [n]` of the last step, in ascending order, to the first places of that step, for `keep(n)`."""
+        start = self.length - self.last_rows
+        for store, dim, first in ((self.keys, 2, start), (self.values, 2, start), (self.windows, 1, self.history)):
+            bring_forward(store.values(), dim, first, rows)
+
     def keep(self, rows: int) -> None:
         """Keep the first `rows` rows of the last step (0 … all) and forget the others."""
         if not 0 <= rows <= self.last_rows:
@@ -95,14 +105,22 @@ class StaticState:
 
 
 class CapturedStep:
-    """The target's step for exactly `rows` rows on one `state`: `rows + 2` integers in, `rows` greedy ids out.
+    """The target's step for exactly `rows` rows on one `state`: `rows + 2` integers in, `rows` greedy ids out. A step for trees
+    takes the rows' `trees.row_table` as well.
 
     `greedy [rows]` and `features [rows, taps · hidden]` are overwritten by every run; so are `logits [rows, vocabulary]`, which
     stay on the device.
     """
 
     def __init__(
-        self, decoder: LeanDecoder, state: StaticState, rows: int, taps: Sequence[int], vocabulary: int, capture: bool
+        self,
+        decoder: LeanDecoder,
+        state: StaticState,
+        rows: int,
+        taps: Sequence[int],
+        vocabulary: int,
+        capture: bool,
+        trees: bool = False,
     ) -> None:
         """`capture=False`: the eager twin. Raises RuntimeError where CUDA refuses the capture."""
         if not 1 <= rows <= state.widest:
@@ -110,8 +128,12 @@ class CapturedStep:
         self.decoder, self.state, self.rows, self.taps = decoder, state, rows, tuple(taps)
         self.vocabulary = vocabulary
         like, device = decoder.embedding, decoder.embedding.device
-        self.inputs = torch.zeros(rows + 2, dtype=torch.int64, device=device)
-        """The tokens, then `state.length`, then `state.kept`."""
+        columns = 1 + state.history + rows if trees else 0
+        self.inputs = torch.zeros(rows + 2 + rows * columns, dtype=torch.int64, device=device)
+        """The tokens, then `state.length`, then `state.kept`, then a tree's table."""
+        self.tree = TreeRows(self.inputs[rows + 2 :].view(rows, columns), state.history) if trees else None
+        if self.tree:  # a row that sees nothing would leave NaN in the state while the step is captured
+            self.tree.table.copy_(torch.from_numpy(row_table(range(-1, rows - 1), state.history)))
         self.greedy = torch.zeros(rows, dtype=torch.int64, device=device)
         self.features = like.new_zeros(rows, len(self.taps) * like.shape[1])
         self.logits = like.new_zeros(rows, vocabulary)
@@ -122,12 +144,13 @@ class CapturedStep:
         self._recent = torch.arange(state.history, device=device)
         self._graph = self._captured() if capture else None
 
-    def run(self, tokens: Sequence[int], crossings: Crossings) -> list[int]:
-        """The greedy token after each of `tokens`, which extend the sequence of `state`."""
+    def run(self, tokens: Sequence[int], crossings: Crossings, parents: Sequence[int] = ()) -> list[int]:
+        """The greedy token after each of `tokens`, which extend the sequence of `state`; `parents` for a step of trees."""
         state = self.state
         if state.length + self.rows > state.capacity:
             raise ValueError(f"{state.length} + {self.rows} tokens do not fit a cache of {state.capacity}")
-        crossings.send_into([*tokens, state.length, state.kept], self.inputs)
+        table = row_table(parents, state.history).ravel().tolist() if self.tree else []
+        crossings.send_into([*tokens, state.length, state.kept, *table], self.inputs)
         if self._graph is None:
             self._body()
         else:
@@ -137,20 +160,24 @@ class CapturedStep:
 
     def _body(self) -> None:
         """What a graph records: device tensors in, device tensors out, no shape and no branch that a value decides."""
-        decoder, state, rows = self.decoder, self.state, self.rows
+        decoder, state, rows, tree = self.decoder, self.state, self.rows, self.tree
         ids, length, kept = self.inputs[:rows], self.inputs[rows], self.inputs[rows + 1]
-        positions = length + self._rows
+        places = length + self._rows
+        positions = length + tree.depths if tree else places
         rotation = decoder.rotation.index_select(0, positions).view(rows, 1, -1)
-        mask = self._open.masked_fill(self._columns > positions[:, None], float("-inf"))
+        if tree:
+            mask = self._open.masked_fill(self._columns >= length, float("-inf")).index_copy_(1, places, tree.hidden(self._open))
+        else:
+            mask = self._open.masked_fill(self._columns > places[:, None], float("-inf"))
         recent = kept + self._recent
 
         def mix(index: int, mixer: Attention | ShortConvolution, x: Tensor) -> Tensor:
             if isinstance(mixer, Attention):
-                return self._attend(mixer, x, index, rotation, positions, mask)
+                return self._attend(mixer, x, index, rotation, places, mask)
             gate_in, gate_out, value = mixer.in_proj(x).chunk(3, dim=-1)
             window = torch.cat([state.windows[index].index_select(1, recent), gate_in * value], dim=1)
             state.windows[index][:, : window.shape[1]] = window
-            return convolve_window(mixer, window, gate_out)
+            return convolve(mixer, tree.inputs(window) if tree else chain_inputs(mixer, window), gate_out)
 
         x, tapped = decoder.through_layers(F.embedding(ids[None], decoder.embedding), mix, self.taps)
         if tapped:
@@ -158,11 +185,11 @@ class CapturedStep:
         self.logits.copy_(decoder.head.logits(decoder.final_norm(x[0]))[:, : self.vocabulary])
         self.greedy.copy_(self.logits.argmax(dim=-1))
 
-    def _attend(self, a: Attention, x: Tensor, index: int, rotation: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def _attend(self, a: Attention, x: Tensor, index: int, rotation: Tensor, places: Tensor, mask: Tensor) -> Tensor:
         q, k, v = project(a, x, rotation)
         keys, values = self.state.keys[index], self.state.values[index]
-        keys.index_copy_(2, positions, k.transpose(1, 2))
-        values.index_copy_(2, positions, v.transpose(1, 2))
+        keys.index_copy_(2, places, k.transpose(1, 2))
+        values.index_copy_(2, places, v.transpose(1, 2))
         groups = a.heads // a.kv_heads
         q = q.reshape(1, a.kv_heads, groups * self.rows, a.head_dim)
         mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.repeat(groups, 1))

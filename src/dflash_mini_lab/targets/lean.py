@@ -2,12 +2,14 @@
 
 Fused q/k/v and gate/up products, rotary pairs interleaved so that a rotation is one complex product, preallocated K/V, taps
 on the way. Its logits equal the library's (tests: float64 to 1e-9). Rollback moves a length (attention) or picks earlier inputs
-(short convolution). Built by lean_build.py. No drafting, no clock.
+(short convolution). The rows of a call may be a tree, in which each sees its own ancestors alone. Built by lean_build.py. No
+drafting, no clock.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,32 @@ class Layer:
     down: PackedLinear
 
 
+@dataclass(frozen=True)
+class TreeRows:
+    """A call whose rows are a tree, from a `trees.row_table` of theirs on the device, for `history` earlier inputs."""
+
+    table: Tensor
+    history: int
+
+    @property
+    def depths(self) -> Tensor:
+        return self.table[:, 0]
+
+    def hidden(self, like: Tensor) -> Tensor:
+        """A mask `[rows, rows]` of the dtype of `like`: 0 for a row and its ancestors, -inf for all others."""
+        seen = self.table[:, 1 + self.history :]
+        return like.new_zeros(seen.shape).masked_fill_(seen == 0, float("-inf"))
+
+    def padded(self, run: int) -> TreeRows:
+        """With rows that see nothing of the call, up to `run`; whatever comes out of them is thrown away."""
+        return TreeRows(F.pad(self.table, (0, run - len(self.table), 0, run - len(self.table))), self.history)
+
+    def inputs(self, window: Tensor) -> list[Tensor]:
+        """As `chain_inputs`."""
+        earlier = self.table[:, 1 : 1 + self.history].unbind(1)
+        return [*(window.index_select(1, places) for places in earlier), window[:, self.history :]]
+
+
 @dataclass
 class LeanCache:
     """Per-layer state of `batch` sequences of one common `length`.
@@ -79,11 +107,24 @@ class LeanCache:
             self.inputs[index] = window[:, rows : rows + self.history]
         self.last_rows = 0
 
+    def gather(self, rows: Tensor) -> None:
+        """Bring `rows [n]` of the last call, in ascending order, to the first places of that call, for `keep(n)`."""
+        start = self.length - self.last_rows
+        for store, dim, first in ((self.keys, 2, start), (self.values, 2, start), (self.inputs, 1, self.history)):
+            bring_forward(store.values(), dim, first, rows)
+
     def select(self, sequences: Tensor) -> None:
         """Make a batch of the given sequences (indices `[n]`, repeats allowed)."""
         for store in (self.keys, self.values, self.inputs):
             for index in store:
                 store[index] = store[index].index_select(0, sequences)
+
+
+def bring_forward(stores: Iterable[Tensor], dim: int, first: int, rows: Tensor) -> None:
+    """In every one of `stores`, what stands `rows [n]` places behind `first` along `dim` moves to the places from `first` on."""
+    there = first + rows
+    for stored in stores:
+        stored.narrow(dim, first, len(rows)).copy_(stored.index_select(dim, there))
 
 
 @dataclass
@@ -109,11 +150,16 @@ class LeanDecoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @cached_property
+    def history(self) -> int:
+        """Earlier inputs that a row's short convolution reads; 0 without one."""
+        return max((len(layer.mixer.kernel) - 1 for layer in self.layers if isinstance(layer.mixer, ShortConvolution)), default=0)
+
     def new_cache(self, capacity: int, batch: int = 1) -> LeanCache:
         """An empty cache for sequences of up to `capacity` tokens. Raises ValueError past the position table."""
         if capacity > len(self.rotation):
             raise ValueError(f"{capacity} positions asked for, the model has {len(self.rotation)}")
-        cache = LeanCache(0, capacity, {}, {}, {}, 0)
+        cache = LeanCache(0, capacity, {}, {}, {}, self.history)
         for index, layer in enumerate(self.layers):
             mixer = layer.mixer
             if isinstance(mixer, Attention):
@@ -121,13 +167,16 @@ class LeanDecoder:
                 cache.keys[index] = self.embedding.new_zeros(shape)
                 cache.values[index] = self.embedding.new_zeros(shape)
             else:
-                cache.history = len(mixer.kernel) - 1
                 cache.inputs[index] = self.embedding.new_zeros(batch, cache.history, self.hidden_size)
         return cache
 
-    def forward(self, ids: Tensor, cache: LeanCache, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, ids: Tensor, cache: LeanCache, taps: Sequence[int] = (), tree: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Extend `cache` by `ids [batch, rows]`; returns normed hidden states `[batch, rows, hidden]` and, for each layer
         index in `taps`, that layer's output `[batch, rows, hidden]`. All rows are kept until `cache.keep` says otherwise.
+
+        `tree`: the rows' `trees.row_table` for this decoder's `history`, where each does not follow the one before it.
         """
         rows, past = ids.shape[1], cache.length
         if past + rows > cache.capacity:
@@ -139,11 +188,18 @@ class LeanDecoder:
             run = rows
         x = F.embedding(F.pad(ids, (0, run - rows)) if run > rows else ids, self.embedding)
         rotation = self.rotation[past : past + run].view(run, 1, -1)
+        branches, mask = None, None
+        if tree is not None:
+            branches = TreeRows(tree, self.history)
+            if run > rows:
+                branches = branches.padded(run)
+            rotation = self.rotation.index_select(0, past + branches.depths).view(run, 1, -1)
+            mask = F.pad(branches.hidden(self.embedding)[:, :rows], (past, 0))
 
         def mix(index: int, mixer: Attention | ShortConvolution, normed: Tensor) -> Tensor:
             if isinstance(mixer, Attention):
-                return self._attend(mixer, normed, rotation, cache, index, rows)
-            return _convolve(mixer, normed, cache, index, rows)
+                return self._attend(mixer, normed, rotation, cache, index, rows, mask)
+            return _convolve(mixer, normed, cache, index, rows, branches)
 
         x, tapped = self.through_layers(x, mix, taps)
         cache.length = past + rows
@@ -170,8 +226,11 @@ class LeanDecoder:
         """`hidden [rows, hidden] →` the ids `[rows]` of the largest logits among the first `vocabulary`."""
         return self.head.greedy(hidden, vocabulary)
 
-    def _attend(self, a: Attention, x: Tensor, rotation: Tensor, cache: LeanCache, index: int, rows: int) -> Tensor:
-        """`x [batch, run, hidden]`, of which the first `rows` rows are real and enter the cache."""
+    def _attend(
+        self, a: Attention, x: Tensor, rotation: Tensor, cache: LeanCache, index: int, rows: int, tree: Tensor | None
+    ) -> Tensor:
+        """`x [batch, run, hidden]`, of which the first `rows` rows are real and enter the cache. `tree [run, past + rows]`: the
+        mask of rows that are a tree."""
         batch, run, _ = x.shape
         past, groups = cache.length, a.heads // a.kv_heads
         q, k, v = project(a, x, rotation)
@@ -179,12 +238,15 @@ class LeanDecoder:
         keys[:, :, past : past + rows] = k[:, :rows].transpose(1, 2)
         values[:, :, past : past + rows] = v[:, :rows].transpose(1, 2)
         keys, values = keys[:, :, : past + rows], values[:, :, : past + rows]
-        if past == 0 and run == rows > 1:
+        if tree is None and past == 0 and run == rows > 1:
             q = q.reshape(batch, a.heads, rows, a.head_dim)
             mixed = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
         else:
             q = q.reshape(batch, a.kv_heads, groups * run, a.head_dim)
-            mask = None if rows == 1 else self._mask(rows, run, groups, past, cache.capacity)
+            if tree is not None:
+                mask: Tensor | None = tree.repeat(groups, 1)
+            else:
+                mask = None if rows == 1 else self._mask(rows, run, groups, past, cache.capacity)
             mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         return merge(a, mixed, run)
 
@@ -218,19 +280,24 @@ def merge(a: Attention, mixed: Tensor, rows: int) -> Tensor:
     return a.out(mixed.permute(0, 3, 1, 2, 4).reshape(len(mixed), rows, -1))
 
 
-def _convolve(c: ShortConvolution, x: Tensor, cache: LeanCache, index: int, rows: int) -> Tensor:
+def _convolve(c: ShortConvolution, x: Tensor, cache: LeanCache, index: int, rows: int, tree: TreeRows | None) -> Tensor:
     gate_in, gate_out, value = c.in_proj(x).chunk(3, dim=-1)
     window = torch.cat([cache.inputs[index], gate_in * value], dim=1)
     cache.inputs[index] = window[:, : cache.history + rows]
-    return convolve_window(c, window, gate_out)
+    return convolve(c, tree.inputs(window) if tree else chain_inputs(c, window), gate_out)
 
 
-def convolve_window(c: ShortConvolution, window: Tensor, gate_out: Tensor) -> Tensor:
-    """`window [batch, taps - 1 + rows, hidden]`, `gate_out [batch, rows, hidden]` → `[batch, rows, hidden]`."""
-    rows = gate_out.shape[1]
-    mixed = window[:, :rows] * c.kernel[0]
+def chain_inputs(c: ShortConvolution, window: Tensor) -> list[Tensor]:
+    """Of `window [batch, taps - 1 + rows, hidden]`, what each tap of the kernel reads, `[batch, rows, hidden]`, oldest first."""
+    rows = window.shape[1] - len(c.kernel) + 1
+    return [window[:, tap : tap + rows] for tap in range(len(c.kernel))]
+
+
+def convolve(c: ShortConvolution, inputs: Sequence[Tensor], gate_out: Tensor) -> Tensor:
+    """`inputs`: as `chain_inputs` gives them; `gate_out [batch, rows, hidden]` → `[batch, rows, hidden]`."""
+    mixed = inputs[0] * c.kernel[0]
     for tap in range(1, len(c.kernel)):
-        mixed = torch.addcmul(mixed, window[:, tap : tap + rows], c.kernel[tap])
+        mixed = torch.addcmul(mixed, inputs[tap], c.kernel[tap])
     if c.bias is not None:
         mixed = mixed + c.bias
     return c.out(gate_out * mixed)

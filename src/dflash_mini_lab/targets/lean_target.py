@@ -9,7 +9,9 @@ from torch import Tensor
 
 from dflash_mini_lab.crossings import Crossings
 from dflash_mini_lab.targets.features import FeatureLog
+from dflash_mini_lab.targets.graphs import StaticState
 from dflash_mini_lab.targets.lean import LeanCache, LeanDecoder
+from dflash_mini_lab.trees import row_table
 from dflash_mini_lab.types import UserError
 
 
@@ -17,6 +19,7 @@ class LeanTarget:
     """See types.Target. Greedy ids are reduced where the logits are; only W integers cross to the host."""
 
     path = "lean"
+    trees = True
 
     def __init__(
         self,
@@ -75,23 +78,39 @@ class LeanSession:
         return self._extend([token])[0]
 
     @torch.inference_mode()
-    def verify(self, tokens: Sequence[int]) -> list[int]:
-        return self._extend(tokens)
+    def verify(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
+        return self._extend(tokens, parents)
 
-    def keep(self, rows: int) -> None:
-        self.cache.keep(rows)
-        self.features.keep(rows)
+    def keep(self, rows: int | Sequence[int]) -> None:
+        count = rows if isinstance(rows, int) else self._gathered(rows, self.cache)
+        self.cache.keep(count)
+        self.features.keep(count)
 
     def take_features(self) -> Tensor:
         return self.features.take()
 
-    def _extend(self, tokens: Sequence[int]) -> list[int]:
-        return self._run(tokens, self.cache)
+    @torch.inference_mode()
+    def _gathered(self, rows: Sequence[int], memory: LeanCache | StaticState) -> int:
+        """Bring these rows of the last call to its first places; returns how many they are."""
+        if not set(rows) <= set(range(memory.last_rows)):
+            raise ValueError(f"keep({list(rows)}): the last call had {memory.last_rows} rows")
+        if list(rows) != list(range(len(rows))):
+            there = self.target.crossings.send(rows, self.target.embedding.device)
+            memory.gather(there)
+            self.features.gather(there)
+        return len(rows)
 
-    def _run(self, tokens: Sequence[int], cache: LeanCache, last_only: bool = False) -> list[int]:
+    def _extend(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
+        return self._run(tokens, self.cache, parents=parents)
+
+    def _run(
+        self, tokens: Sequence[int], cache: LeanCache, last_only: bool = False, parents: Sequence[int] = ()
+    ) -> list[int]:
         decoder, crossings = self.target.decoder, self.target.crossings
-        ids = crossings.send(tokens, self.target.embedding.device)[None]
-        hidden, tapped = decoder.forward(ids, cache, self.taps)
+        device = self.target.embedding.device
+        ids = crossings.send(tokens, device)[None]
+        tree = crossings.send(row_table(parents, decoder.history), device) if parents else None
+        hidden, tapped = decoder.forward(ids, cache, self.taps, tree)
         self.features.record([rows[0] for rows in tapped])
         needed = hidden[0, -1:] if last_only and not self.target.full_logits else hidden[0]
         greedy = decoder.greedy(needed, self.target.vocabulary)

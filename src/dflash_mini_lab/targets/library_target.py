@@ -23,6 +23,8 @@ class LibraryTarget:
     """See types.Target."""
 
     path = "library"
+    trees = False
+    """Masks and caches of the library's differ from family to family; a tree would have to be exact in all."""
 
     def __init__(
         self,
@@ -118,13 +120,16 @@ class LibrarySession:
     def decode_one(self, token: int) -> int:
         return self._extend([token])[0]
 
-    def verify(self, tokens: Sequence[int]) -> list[int]:
+    def verify(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
         if not self.recording:
             raise RuntimeError("a session of method 00 cannot be rolled back; start it with taps")
+        if parents:
+            raise RuntimeError("the library's own modules verify no trees")
         return self._extend(tokens)
 
     @torch.inference_mode()
-    def keep(self, rows: int) -> None:
+    def keep(self, rows: int | Sequence[int]) -> None:
+        rows = rows if isinstance(rows, int) else len(rows)  # without trees, always the first
         dropped = self._last_rows - rows
         if not 0 <= rows <= self._last_rows:
             raise ValueError(f"keep({rows}): the last call had {self._last_rows} rows")

@@ -12,6 +12,7 @@ import numpy as np
 
 from dflash_mini_lab.numpy_ops import rms_norm, rotate, rotation_table, silu, softmax
 from dflash_mini_lab.targets.tiny import END, TinyConfig
+from dflash_mini_lab.trees import row_table
 from dflash_mini_lab.types import UserError
 
 
@@ -31,6 +32,7 @@ class TinyTarget:
     """See types.Target."""
 
     path = "numpy"
+    trees = True
 
     def __init__(self, config: TinyConfig, tensors: Mapping[str, np.ndarray], full_logits: bool = False) -> None:
         """`full_logits`: logits of the whole sequence at every call, where only the new rows' are needed."""
@@ -46,20 +48,27 @@ class TinyTarget:
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> TinySession:
         return TinySession(self, prompt_ids, taps)
 
-    def forward(self, ids: Sequence[int], taps: Sequence[int] = ()) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Normed last states `[len(ids), hidden]`, and the outputs of the layers in `taps`, each `[len(ids), hidden]`."""
+    def forward(
+        self, ids: Sequence[int], taps: Sequence[int] = (), parents: Sequence[int] = ()
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Normed last states `[len(ids), hidden]`, and the outputs of the layers in `taps`, each `[len(ids), hidden]`. The last
+        `len(parents)` ids are a tree behind the others."""
         config, rows = self.config, len(ids)
         heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         groups = heads // kv_heads
-        future = np.triu(np.full((rows, rows), -np.inf, dtype=np.float32), 1)
+        unseen, rotation = np.triu(np.full((rows, rows), -np.inf, dtype=np.float32), 1), self.rotation[:, :rows]
+        if parents:
+            past, table = rows - len(parents), row_table(parents, 0)
+            unseen[past:, past:] = np.where(table[:, 1:], 0, -np.inf)
+            rotation = np.concatenate([rotation[:, :past], self.rotation[:, past + table[:, 0]]], axis=1)
         x = self.embedding[list(ids)]
         outputs = []
         for layer in self.layers:
             qkv = (rms_norm(x, layer.input_norm, config.rms_norm_eps) @ layer.qkv).reshape(rows, -1, d).transpose(1, 0, 2)
-            q, k = np.split(rotate(qkv[: heads + kv_heads], self.rotation[:, :rows]), [heads])
+            q, k = np.split(rotate(qkv[: heads + kv_heads], rotation), [heads])
             v = qkv[heads + kv_heads :]
             q = q.reshape(kv_heads, groups, rows, d)
-            scores = q @ k[:, None].swapaxes(-1, -2) * d**-0.5 + future
+            scores = q @ k[:, None].swapaxes(-1, -2) * d**-0.5 + unseen
             mixed = softmax(scores) @ v[:, None]
             x = x + mixed.reshape(heads, rows, d).transpose(1, 0, 2).reshape(rows, -1) @ layer.out
             gate, up = np.split(rms_norm(x, layer.mlp_norm, config.rms_norm_eps) @ layer.gate_up, 2, axis=-1)
@@ -95,26 +104,32 @@ class TinySession:
         self.keep(1)
         return greedy[0]
 
-    def verify(self, tokens: Sequence[int]) -> list[int]:
+    def verify(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
         if self.taps is None:
             raise RuntimeError("a session of method 00 cannot be rolled back; start it with taps")
-        return self._extend(tokens, rows=len(tokens))
+        return self._extend(tokens, rows=len(tokens), parents=parents)
 
-    def keep(self, rows: int) -> None:
+    def keep(self, rows: int | Sequence[int]) -> None:
         waiting = len(self.ids) - self.length
-        if not 0 <= rows <= waiting:
+        count = rows if isinstance(rows, int) else len(rows)
+        if not 0 <= count <= waiting or not (isinstance(rows, int) or set(rows) <= set(range(waiting))):
             raise ValueError(f"keep({rows}): the last call had {waiting} rows")
-        self.length += rows
+        if not isinstance(rows, int):
+            places = [self.length + row for row in rows]
+            self.ids[self.length :] = [self.ids[place] for place in places]
+            if self.taps:
+                self._features[self.length : self.length + count] = self._features[places]
+        self.length += count
         del self.ids[self.length :]
 
     def take_features(self) -> np.ndarray:
         taken, self._taken = self._taken, self.length
         return self._features[taken : self.length]
 
-    def _extend(self, tokens: Sequence[int], rows: int) -> list[int]:
+    def _extend(self, tokens: Sequence[int], rows: int, parents: Sequence[int] = ()) -> list[int]:
         """The greedy tokens of the last `rows` rows of the whole sequence with `tokens` behind it."""
         self.ids += tokens
-        hidden, tapped = self.target.forward(self.ids, self.taps or ())
+        hidden, tapped = self.target.forward(self.ids, self.taps or (), parents)
         if tapped:
             self._features = np.concatenate(tapped, axis=-1)
         needed = hidden if self.target.full_logits else hidden[-rows:]
