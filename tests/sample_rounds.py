@@ -31,7 +31,7 @@ def slot(*ids: int) -> dict[str, Any]:
 
 
 def known(
-    position: int, anchor: int, slots: list[dict[str, Any]], proposal: list[int], greedy: list[int], accepted: int, **changes: int
+    position: int, anchor: int, slots: list[dict[str, Any]], proposal: list[int], greedy: list[int], accepted: int, **changes: Any
 ) -> dict[str, Any]:
     counts = {"proposed": len(greedy) - 1, "accepted": accepted, "committed": accepted + 1, "work": 3, **changes}
     return {"position": position, "anchor": anchor, "slots": slots, "proposal": proposal, "greedy": greedy, **counts}
@@ -47,6 +47,19 @@ def rounds() -> list[dict[str, Any]]:
         known(35, 14, three, [], [18], 0),
         known(36, 18, three, [11, 12, 17], [12, 15], 0),
         known(37, 12, [], [], [19], 0),
+    ]
+
+
+def trees() -> list[dict[str, Any]]:
+    """In order: the second node accepted and one under it, where the first is another's; nothing accepted; a chain, all accepted,
+    whose last token is past the width."""
+    three = [slot(11, 15), slot(15, 12), slot(17, 16)]
+    return [
+        #   11 ── 15        row 1, row 3
+        #   15 ── 12 ── 17  row 2, rows 4 and 5
+        known(30, 10, three, [11, 15, 15, 12, 17], [15, 14, 12, 14, 16, 14], 2, parents=[-1, -1, 0, 1, 3]),
+        known(33, 16, three, [11, 15, 15], [12, 14, 14, 14], 0, parents=[-1, 0, -1]),
+        known(34, 12, three, [11, 15, 17], [11, 15, 13], 2, parents=[-1, 0, 1]),
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from sample import sample_benchmark
-from sample_rounds import TEXTS, add_rounds, known, rounds, slot
+from sample_rounds import TEXTS, add_rounds, known, rounds, slot, trees
 from test_report import EVIL, Page
 
 from dflash_mini_lab.report import render
@@ -37,6 +37,48 @@ def recorded() -> dict:
 )  # fmt: skip
 def test_every_kind_of_round_is_told_in_its_own_words(number: int, words: str) -> None:
     assert sentence(rounds()[number], NAMED) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "The method proposed 5 tokens in a tree 3 slots deep. The target accepted 2, changing slot 1 from “are” to “is” and "
+            "slot 2 from “is” to “two”, wrote “three” itself, and 3 rows of its cache were rolled back."),
+        (1, "The method proposed 3 tokens in a tree 2 slots deep. The target accepted none, wrote “two” itself, "
+            "and 3 rows of its cache were rolled back."),
+        (2, "The method proposed 2 tokens in a tree 2 slots deep. The target accepted all of them and wrote “high” itself."),
+    ],
+)  # fmt: skip
+def test_a_tree_is_told_by_its_depth_and_by_the_path_that_was_accepted(number: int, words: str) -> None:
+    assert sentence(trees()[number], NAMED) == words
+
+
+def drawn(nodes: list[dict]) -> list:
+    return [(node["text"], node["outcome"], drawn(node["nodes"])) for node in nodes]
+
+
+def test_a_tree_is_drawn_each_token_under_the_one_that_it_follows() -> None:
+    benchmark = recorded()
+    benchmark["rounds"]["methods"]["15"] = {"exact": True, "of": 3, "rounds": trees()}
+    *chains, method = explorer(benchmark)["methods"]
+    assert not any(known["tree"] for chain in chains for known in chain["rounds"])
+    one, two, three = method["rounds"]
+    assert drawn(one["tree"]) == [
+        ("␣are", "rejected", [("␣is", "rolled", [])]),
+        ("␣is", "accepted", [("␣two", "accepted", [("␣low", "rejected", [])])]),
+    ]
+    assert drawn(two["tree"]) == [("␣are", "rejected", [("␣is", "rolled", [])]), ("␣is", "rejected", [])]
+    assert drawn(three["tree"]) == [("␣are", "accepted", [("␣is", "accepted", [("␣low", "unverified", [])])])]
+    assert (one["drafted"], one["own"], one["bonus"], one["bonus_slot"]) == (" is two", " three", "␣three", 3)
+    assert [(slot["outcome"], slot["changed"], slot["target"]) for slot in one["slots"]] == [
+        ("accepted", True, "␣is"), ("accepted", True, "␣two"), ("rejected", False, "␣three")
+    ]
+    assert [[c["chosen"] for c in slot["candidates"]] for slot in one["slots"]] == [[True, True], [True, True], [True, False]]
+    assert [[c["target"] for c in slot["candidates"]] for slot in one["slots"]] == [[False, True], [False, True], [False, True]]
+    assert [slot["outcome"] for slot in two["slots"]] == ["rejected", "rolled", "unproposed"]
+    page = Page(render(benchmark))
+    assert sum(attrs.get("class") == "tree" for _, attrs in page.elements) == 3
+    assert sentence(trees()[0], NAMED) in page.text
 
 
 def test_an_answer_that_ended_within_the_accepted_tokens_is_not_continued_in_words() -> None:
@@ -92,7 +134,7 @@ def test_how_much_was_recorded_and_whether_it_is_exact_are_said() -> None:
 def test_only_studied_pairs_that_the_run_has_are_offered() -> None:
     found = explorer(recorded())
     assert [pair[:2] for pair in found["pairs"]] == [("01", "08")]
-    assert {pair[:2] for pair in PAIRS} == {("10", "13"), ("12", "14"), ("01", "08")}
+    assert {pair[:2] for pair in PAIRS} == {("10", "13"), ("12", "14"), ("01", "08"), ("01", "15")}
 
 
 def test_the_work_of_every_method_is_that_of_the_docs() -> None:
@@ -165,5 +207,5 @@ def test_a_run_with_every_method_stays_under_two_megabytes() -> None:
     method = benchmark["rounds"]["methods"]["01"]
     wide = rounds()[0] | {"slots": [slot(11, 12, 13, 14, 15)] * 15, "proposal": [11] * 15, "greedy": [11] * 16}
     method["rounds"] = [wide | {"proposed": 15, "accepted": 9, "committed": 10}] * 8
-    benchmark["rounds"]["methods"] = {f"{number:02d}": method for number in range(1, 15)}
+    benchmark["rounds"]["methods"] = {f"{number:02d}": method for number in range(1, 16)}
     assert len(render(benchmark).encode()) < 2_000_000

@@ -298,8 +298,8 @@ def test_a_method_without_its_head_is_refused_in_one_sentence() -> None:
 
 
 class Has:
-    def __init__(self, heads: Heads) -> None:
-        self.heads, self.backend = heads, "torch"
+    def __init__(self, heads: Heads, trees: bool = True) -> None:
+        self.heads, self.backend, self.trees = heads, "torch", trees
 
 
 def test_every_method_runs_by_default_that_has_its_heads_and_the_others_are_named() -> None:
@@ -307,18 +307,27 @@ def test_every_method_runs_by_default_that_has_its_heads_and_the_others_are_name
     assert choose_methods((), Has(HEADS), said.append) == tuple(method.key for method in METHODS)
     assert said == []
     chosen = choose_methods((), Has(Heads(pair=HEADS.pair)), said.append)
-    assert chosen == ("00", "01", "02", "03", "06", "07", "08", "10", "11", "13")
+    assert chosen == ("00", "01", "02", "03", "06", "07", "08", "10", "11", "13", "15")
     (line,) = said
     assert "04, 05, 09, 12, 14" in line
     assert "fused, gap, jump, markov, parareal" in line
     assert "--prepare" in line
-    assert choose_methods((), Has(Heads()), said.append) == ("00", "01", "06", "08", "10", "13")
+    assert choose_methods((), Has(Heads()), said.append) == ("00", "01", "06", "08", "10", "13", "15")
 
 
 def test_a_method_asked_for_by_name_is_not_left_out_but_refused() -> None:
     with pytest.raises(UserError, match="Method 09 V9 DSpark-Lite needs the markov head"):
         choose_methods(("00", "01", "09"), Has(Heads(pair=HEADS.pair)), pytest.fail)
     assert choose_methods(("00", "02"), Has(Heads(pair=HEADS.pair)), pytest.fail) == ("00", "02")
+
+
+def test_a_target_that_verifies_no_trees_leaves_their_method_out_and_refuses_it_by_name() -> None:
+    said: list[str] = []
+    chosen = choose_methods((), Has(HEADS, trees=False), said.append)
+    assert chosen == tuple(method.key for method in METHODS if method.key != "15")
+    assert said == ["Left out: method 15. A model that runs through transformers' own modules verifies no trees."]
+    with pytest.raises(UserError, match="Method 15 Tree proposes trees, and a model"):
+        choose_methods(("00", "15"), Has(HEADS, trees=False), pytest.fail)
 
 
 def test_the_names_of_needs_are_those_of_heads() -> None:

@@ -30,8 +30,8 @@ def blocks() -> tuple[str, str]:
 @pytest.fixture
 def echo(blocks: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Method:
     """The page followed: its file is a module of the package, its method the last of the table."""
-    module = ModuleType("dflash_mini_lab.methods.m15_echo")
-    exec(compile(blocks[0], "m15_echo.py", "exec"), module.__dict__)
+    module = ModuleType("dflash_mini_lab.methods.m16_echo")
+    exec(compile(blocks[0], "m16_echo.py", "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(methods, "METHODS", (*METHODS, module.ECHO))
     return module.ECHO
@@ -46,8 +46,8 @@ def test_the_page_s_own_test_passes(echo: Method, blocks: tuple[str, str]) -> No
 
 
 def test_the_new_method_is_found_becomes_an_arm_and_decodes_exactly(echo: Method) -> None:
-    assert by_key("15") is by_key("echo") is echo
-    assert make_arms(("00", "15"), (), 6, None, {})[-1].settings == {"candidates": 4, "bonus": 0.5}
+    assert by_key("16") is by_key("echo") is echo
+    assert make_arms(("00", "16"), (), 6, None, {})[-1].settings == {"candidates": 4, "bonus": 0.5}
     prompt = random_ids(6, 0)
     answer = plain_greedy("llama", prompt, 20)
     for kind in ("right", "random"):
@@ -56,7 +56,7 @@ def test_the_new_method_is_found_becomes_an_arm_and_decodes_exactly(echo: Method
 
 
 def test_the_new_file_keeps_the_layers(blocks: tuple[str, str]) -> None:
-    assert violations(PACKAGE / "methods" / "m15_echo.py", blocks[0]) == []
+    assert violations(PACKAGE / "methods" / "m16_echo.py", blocks[0]) == []
 
 
 def test_the_readme_lists_every_method_in_order() -> None:

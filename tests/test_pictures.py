@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sample import sample_benchmark
-from sample_rounds import add_rounds, known, rounds, slot
+from sample_rounds import add_rounds, known, rounds, slot, trees
 from test_readme import ROOT, committed
 from test_report import Page
 
@@ -89,6 +89,12 @@ def test_a_method_that_changed_nothing_is_not_said_to_have() -> None:
     assert "\n`#explorer-08-round-1`. In none of 2 recorded rounds did it change" in markdown("08", recorded(kept, kept))
     assert "\n`#explorer-08-round-2`. In 1 of 2 recorded rounds it changed" in markdown("08", recorded(kept, rounds()[0]))
     assert markdown("02", recorded(kept)) == "The committed run recorded no round of this method."
+
+
+def test_of_trees_the_round_is_shown_whose_accepted_path_left_the_first_choices_most_often() -> None:
+    benchmark = recorded(trees()[2], trees()[1], trees()[0], key="15")
+    assert picture("15", benchmark).round == 3
+    assert "`. In 1 of 3 recorded rounds it had a token accepted that was not the" in markdown("15", benchmark)
 
 
 def test_hostile_tokens_do_not_end_the_alternative_text() -> None:

@@ -82,7 +82,7 @@ def test_prepare_makes_the_recipe_s_drafter_from_the_target_s_own_seeds(study: P
 
 
 @pytest.mark.slow
-def test_all_fifteen_paths_are_exact_and_act_s_threshold_comes_from_the_calibration_openings(study: Path) -> None:
+def test_all_sixteen_paths_are_exact_and_act_s_threshold_comes_from_the_calibration_openings(study: Path) -> None:
     """Among them the study's three arms, 00, 01 and 08. No prefill is in a decode time."""
     out = study / "report"
     assert cli.main(["--target", NAME, "--output-dir", str(out), "--cpu-threads", "1", *SMALL]) == 0

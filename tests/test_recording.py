@@ -15,6 +15,7 @@ from dflash_mini_lab.benchmark.engine import Engine
 from dflash_mini_lab.benchmark_file import Benchmark, read, schema_errors, write
 from dflash_mini_lab.drafters.numpy_block import NumpyBlockDrafter, load_arrays
 from dflash_mini_lab.methods import METHODS
+from dflash_mini_lab.report.explorer import accepted_path
 from dflash_mini_lab.targets import tiny
 from dflash_mini_lab.targets.tiny_target import TinyTarget
 from dflash_mini_lab.types import Proposal
@@ -58,6 +59,26 @@ def test_a_round_goes_on_where_the_one_before_it_ended(finished: Benchmark) -> N
             place += known["committed"]
 
 
+def test_a_tree_s_rounds_keep_their_parents_and_the_path_can_be_followed(tmp_path: Path) -> None:
+    assert run(settings(tmp_path, tokens=24, methods=("00", "01", "15"))) == 0
+    benchmark = read(tmp_path / "benchmark.json")
+    assert schema_errors(benchmark) == []
+    chain, tree = (benchmark["rounds"]["methods"][key]["rounds"] for key in ("01", "15"))
+    assert not any("parents" in known for known in chain)
+    assert sum("parents" in known for known in tree) > 3
+    answer, place = benchmark["reference"][0]["tokens"], 0
+    for known in tree:
+        path = accepted_path(known)
+        assert len(path) == 1 + known["accepted"]
+        assert [known["greedy"][row] for row in path][: known["committed"]] == answer[place + 1 : place + 1 + known["committed"]]
+        place += known["committed"]
+    steps = next(r["steps"] for r in benchmark["cells"][0]["runs"] if r["arm"] == "15")
+    assert [len(path) for path in steps["path"]] == steps["accepted"]
+    assert all(depth <= proposed for depth, proposed in zip(steps["depth"], steps["proposed"], strict=True))
+    (entry,) = (arm for arm in benchmark["arms"] if arm["key"] == "15")
+    assert entry["settings"]["candidates"] == 4
+
+
 def test_a_choice_below_the_best_four_is_kept_after_them() -> None:
     class Table:
         slots = 2
@@ -69,6 +90,8 @@ def test_a_choice_below_the_best_four_is_kept_after_them() -> None:
     first, second = recording.slots_of(Table(), Proposal((6,)))  # type: ignore[arg-type]
     assert first == {"ids": [1, 2, 3, 4, 6], "logits": [5.0, 4.0, 3.0, 2.0, -1e4]}
     assert second["ids"] == [7, 8, 9, 10], "nothing was proposed for the second slot"
+    first, second = recording.slots_of(Table(), Proposal((2, 5, 11, 12), 0, (-1, -1, 0, 1)))  # type: ignore[arg-type]
+    assert (first["ids"], second["ids"]) == ([1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12])
 
 
 def test_an_answer_that_is_not_the_references_says_so(tmp_path: Path) -> None:
@@ -101,7 +124,7 @@ def test_every_method_of_the_numpy_target_is_recorded_in_little_space() -> None:
     for arm in make_arms([method.key for method in METHODS], [], config.block_size, None, {}):
         if arm.kind == "method":
             entries[arm.key] = recording.record(engine, arm, ids, 40, Still(), ())
-    assert len(entries) == 14
+    assert len(entries) == 15
     assert not any(entry["exact"] for entry in entries.values()), "the expected answer was another"
     assert all(len(entry["rounds"]) == min(recording.ROUNDS, entry["of"]) > 5 for entry in entries.values())
     texts = recording.texts(entries.values(), words.decode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_mini_lab.measurement import step_log
+from dflash_mini_lab.types import Decoded, Step
 
 # Two requests, block size 4 (three slots). Request one: 4 rounds, request two: 1 round whose stop token cut the commit.
 ONE = {
@@ -48,6 +49,39 @@ def test_joint_acceptance_sums_to_the_accepted_drafts_per_round() -> None:
 def test_a_slot_that_no_round_reached_has_no_conditional_rate() -> None:
     log = {**NONE, "rows": [3], "proposed": [2], "accepted": [0], "committed": [1]}
     assert step_log.slot_acceptance([log]) == ([0.0, None], [0.0, 0.0])
+
+
+# A tree method's log of a block of 4. Rows 1 … 3; accepted: rows 2 and 3; row 3 alone; none; then a round that had no room.
+GROWN = {
+    **NONE, "rows": [4, 4, 4, 1], "proposed": [3, 3, 3, 0], "accepted": [2, 1, 0, 0], "committed": [3, 2, 1, 1],
+    "depth": [2, 1, 3, 0], "path": [[2, 3], [3], [], []],
+}  # fmt: skip
+
+
+def test_of_a_tree_a_slot_is_a_depth_not_a_place() -> None:
+    # depth 2 1 3 0, accepted 2 1 0 0 → slot 0: 2 of 3 rounds that had it; slot 1: 1 of the 1 that went so deep; slot 2: none
+    assert step_log.slot_acceptance([GROWN]) == ([2 / 3, 1 / 1, None], [2 / 4, 1 / 4, 0 / 4])
+    conditional, joint = step_log.slot_acceptance([GROWN, ONE])
+    assert conditional == [(2 + 2) / (3 + 3), (1 + 1) / (1 + 1), 1 / 1]
+    assert sum(joint) == pytest.approx(step_log.total([GROWN, ONE], "accepted") / step_log.rounds([GROWN, ONE]))
+
+
+def test_what_narrower_calls_would_have_accepted_is_counted_by_rows() -> None:
+    assert [step_log.accepted_within([GROWN], width).tolist() for width in (1, 2, 3, 4)] == [
+        [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [2, 1, 0, 0]
+    ]
+    assert [step_log.accepted_within([ONE], width).tolist() for width in (1, 2, 3, 4)] == [
+        [0, 0, 0, 0], [1, 0, 1, 0], [2, 0, 1, 0], [3, 0, 1, 0]
+    ]
+    assert step_log.accepted_within([], 3).tolist() == []
+
+
+def test_depth_and_path_are_kept_where_trees_were_proposed_and_nowhere_else() -> None:
+    chain = Step(2, 1, 1, 2, 0, 0.5, 0.5, 0.5, 0.5)
+    tree = Step(4, 3, 2, 3, 0, 0.5, 0.5, 0.5, 0.5, depth=2, path=(1, 3))
+    assert set(step_log.columns(Decoded((1, 2, 3), "budget", 0.1, (chain,)))) == set(ONE)
+    log = step_log.columns(Decoded((1, 2, 3), "budget", 0.1, (tree, chain)))
+    assert (log["depth"], log["path"]) == ([2, 1], [[1, 3], []])
 
 
 def test_histogram_of_accepted_lengths() -> None:

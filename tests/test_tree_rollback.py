@@ -81,7 +81,7 @@ def test_the_lean_decoder_s_logits_of_trees_are_the_library_s_padded_or_not(fami
         decoder.forward(torch.tensor([committed]), cache)
         for size in (5, 2, 8, 3, 6, 3):
             parents, tokens = random_parents(size, order), random_ids(size, seed=size)
-            table = torch.from_numpy(row_table(parents, decoder.history))
+            table = torch.tensor(row_table(parents, decoder.history))
             hidden, _ = decoder.forward(torch.tensor([tokens]), cache, tree=table)
             expected = fresh_logits(family, committed, tokens, parents)
             torch.testing.assert_close(decoder.logits(hidden[0]), expected, rtol=0, atol=1e-9)

@@ -117,12 +117,12 @@ def test_depths_count_the_nodes_above() -> None:
 
 def test_a_row_knows_its_depth_its_ancestors_and_where_the_inputs_before_it_stand() -> None:
     """Rows 0 … 6 as above; two earlier inputs, at places 0 and 1, so that row r's own is at place 2 + r."""
-    table = row_table([-1, *(parent + 1 for parent in PARENTS)], history=2)
+    table = np.array(row_table([-1, *(parent + 1 for parent in PARENTS)], history=2))
     assert table[:, 0].tolist() == [0, 1, 1, 2, 3, 2, 2]
     assert table[:, 1:3].tolist() == [[0, 1], [1, 2], [1, 2], [2, 3], [3, 5], [2, 3], [2, 4]]
     seen = [set(np.flatnonzero(row).tolist()) for row in table[:, 3:]]
     assert seen == [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 3, 4}, {0, 1, 5}, {0, 2, 6}]
-    assert row_table([-1, 0], history=0).tolist() == [[0, 1, 0], [1, 1, 1]]
+    assert row_table([-1, 0], history=0) == [[0, 1, 0], [1, 1, 1]]
 
 
 # The method.
@@ -132,7 +132,8 @@ def test_15_spends_its_tokens_on_alternatives_where_the_first_slot_is_unsure() -
     """log q: slot 0 -0.64 and -0.74; slot 1 -0.05 and -3.05; slot 2 -0.31 and -1.31. So 100 at -0.64, 100 100 at -0.69, 110 at
     -0.74, 110 100 at -0.79, and 100 100 100 at -1.00, before 110 100 100."""
     first = [[0.1, 0.0, -30.0], [3.0, 0.0, -30.0], [0.0, -1.0, -30.0]]
-    narrow, wide = propose(TREE, table(first)), propose(TREE, table([*first, [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]))
+    drafts = table(first), table([*first, [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]])
+    narrow, wide = (propose(TREE, draft, temperature=1.0) for draft in drafts)
     assert (narrow.tokens, narrow.parents) == ((100, 100, 110), (-1, 0, -1))
     assert (wide.tokens, wide.parents) == ((100, 100, 110, 100, 100), (-1, 0, -1, 2, 1))
     assert (narrow.work, wide.work) == (9, 15)

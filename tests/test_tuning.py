@@ -55,6 +55,22 @@ def test_the_cost_model_names_the_width_where_tokens_over_cost_are_most(
     assert [line["speedup"] for line in found["widths"]] == pytest.approx(speedups)
 
 
+def test_a_trees_width_is_predicted_from_the_rows_of_its_accepted_path() -> None:
+    # Three rounds of a block of 4: rows 2 and 3 accepted, row 1 alone, none. In two rows one draft of three rounds, in three two.
+    steps = [
+        Step(4, 3, len(path), len(path) + 1, 0, draft=0.5, select=0.25, verify=0.0, rest=0.25, depth=3, path=path)
+        for path in ((2, 3), (1,), ())
+    ]
+    log = columns(Decoded((0,) * 7, "budget", 0.1, tuple(steps)))
+    found = predict([log], [2, 3, 4], curve(1.0, 1.0, 1.0, 1.0))
+    assert found is not None
+    assert [line["tokens_per_round"] for line in found["widths"]] == pytest.approx([4 / 3, 5 / 3, 2.0])
+    assert found["slot_joint"] == pytest.approx([2 / 3, 1 / 3, 0.0])
+    bare = predict([log], [2, 3, 4], curve(1.0, 1.0, 1.0, 1.0), bonus=False)
+    assert bare is not None
+    assert [line["tokens_per_round"] for line in bare["widths"]] == pytest.approx([1.0, 1.0, 4 / 3])
+
+
 def test_slots_that_were_never_proposed_add_no_token_and_no_rounds_give_no_prediction() -> None:
     found = predict([columns(rounds(2, [1, 0]))], [2, 4], curve(1.0, 1.0, 1.0, 1.0))
     assert found is not None

@@ -1,4 +1,4 @@
-"""Draft trees: the best one by the drafter's scores, the path that a target accepts, and which row sees which. NumPy only.
+"""Draft trees: the best one by the drafter's scores, the path that a target accepts, and which row sees which. Plain integers.
 
 A tree is given by its parents, which come before their children: `parents[i]` is the place of node i's parent, and -1 stands for
 what is there already: the anchor of a proposal, the cache of a verify call, whose row 0 is the anchor itself.
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-
-import numpy as np
 
 
 def best_first(scores: Sequence[Sequence[float]], nodes: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -60,7 +58,7 @@ def depth(parents: Sequence[int]) -> int:
     return 1 + max(depths(parents), default=-1)
 
 
-def row_table(parents: Sequence[int], history: int) -> np.ndarray:
+def row_table(parents: Sequence[int], history: int) -> list[list[int]]:
     """What a target must know of a call's rows, `[rows, 1 + history + rows]`: a row's depth; where the inputs of the
     `history` tokens before it stand, oldest first, in the `history` inputs before the call followed by the call's own; and 1
     for every row that it sees, itself included."""
@@ -70,5 +68,4 @@ def row_table(parents: Sequence[int], history: int) -> np.ndarray:
         windows.append([*windows[parent], history + parent][1:] if parent >= 0 else list(range(history)))
         seen.append([*seen[parent]] if parent >= 0 else [0] * len(parents))
         seen[row][row] = 1
-    table = [[deep, *window, *sees] for deep, window, sees in zip(depths(parents), windows, seen, strict=True)]
-    return np.array(table, dtype=np.int64)
+    return [[deep, *window, *sees] for deep, window, sees in zip(depths(parents), windows, seen, strict=True)]

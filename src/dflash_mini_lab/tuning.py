@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from dflash_mini_lab.measurement import step_log
 from dflash_mini_lab.measurement.schedule import plan
 from dflash_mini_lab.types import Decoded
@@ -153,9 +155,9 @@ def predict(
 ) -> dict[str, Any] | None:
     """The cost model's choice among `tried`, from step logs at the whole block's width; None without rounds.
 
-    Speed-up(W) = E(W) / (c + v(W)), E(W) = Σ_{j<W} a_j: a_0 = 1, a_j the share of rounds whose first j drafts were accepted, c
-    and v(W) in single-row decodes. A method that often proposes fewer than W - 1 tokens pays less than v(W): the model does not
-    know. Equal ones: the narrowest. Without the bonus token a round commits max(1, accepted): E(W) = 1 + Σ_{1<j<W} a_j.
+    Speed-up(W) = E(W) / (c + v(W)): E(W) is 1 and the mean of what was accepted in the first W rows, c and v(W) are in single-row
+    decodes. A method that often proposes fewer than W - 1 tokens pays less than v(W): the model does not know. Equal ones: the
+    narrowest. Without the bonus token a round commits max(1, accepted).
     """
     costs = step_log.economics(logs, curve["rows"], curve["median_seconds"])
     if costs is None:
@@ -164,7 +166,8 @@ def predict(
     verify = dict(zip(curve["rows"], curve["ratio"], strict=True))
     table = []
     for width in tried:
-        tokens = sum([1.0, *joint][:width]) if bonus else sum([1.0, *joint[1:]][: width - 1])
+        accepted = step_log.accepted_within(logs, width)
+        tokens = float((accepted + 1 if bonus else np.maximum(accepted, 1)).mean())
         speedup = tokens / (costs["draft_cost"] + verify[width])
         table.append({"width": width, "tokens_per_round": tokens, "verify_cost": verify[width], "speedup": speedup})
     best = max(table, key=lambda line: line["speedup"])

@@ -15,6 +15,7 @@ from dflash_mini_lab.benchmark.arms import Arm
 from dflash_mini_lab.benchmark.engine import Engine
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.methods import by_key
+from dflash_mini_lab.trees import depths
 from dflash_mini_lab.types import Clock, Draft, Method, Proposal, Session, Step, Target
 
 ROUNDS, SLOTS = 12, 120
@@ -43,6 +44,8 @@ class Recorder:
         def heard(draft: Draft, settings: Mapping[str, float]) -> Proposal:
             proposal = select(draft, settings)
             self._chosen = {"slots": slots_of(draft, proposal), "proposal": list(proposal.tokens)}
+            if proposal.parents:
+                self._chosen["parents"] = list(proposal.parents)
             return proposal
 
         return replace(method, select=heard)
@@ -54,15 +57,17 @@ class Recorder:
 
 
 def slots_of(draft: Draft, proposal: Proposal) -> list[dict[str, list[Any]]]:
-    """Each slot's best candidates, ids and logits, and the proposed token after them where it is none of them."""
+    """Each slot's best candidates, ids and logits, and the proposed tokens after them that are none of them."""
     ids, scores = draft.top(DEEPEST)
+    at = depths(proposal.parents) if proposal.parents else range(len(proposal.tokens))
     scores = np.nan_to_num(scores.astype(np.float64), nan=-LARGEST, posinf=LARGEST, neginf=-LARGEST).round(DECIMALS)
     slots = []
     for slot in range(draft.slots):
         kept = list(range(min(CANDIDATES, ids.shape[1])))
-        if slot < len(proposal.tokens):
-            place = np.flatnonzero(ids[slot] == proposal.tokens[slot])
-            kept += [int(index) for index in place if index not in kept]
+        for token, there in zip(proposal.tokens, at, strict=True):
+            if there == slot:
+                place = np.flatnonzero(ids[slot] == token)
+                kept += [int(index) for index in place if index not in kept]
         slots.append({"ids": ids[slot, kept].tolist(), "logits": scores[slot, kept].tolist()})
     return slots
 

@@ -15,12 +15,16 @@ from dflash_mini_lab.types import Decoded
 PHASES = ("draft", "select", "verify", "rest")
 COUNTS = ("rows", "proposed", "accepted", "committed", "work")
 
-StepLog = Mapping[str, Sequence[float]]
+StepLog = Mapping[str, Sequence[Any]]
 
 
 def columns(decoded: Decoded) -> dict[str, list[Any]]:
-    """An answer's step log by columns, as benchmark.json keeps it."""
-    return {name: [getattr(step, name) for step in decoded.steps] for name in (*COUNTS, *PHASES)}
+    """An answer's step log by columns, as benchmark.json keeps it; `depth` and `path` where trees were proposed."""
+    log = {name: [getattr(step, name) for step in decoded.steps] for name in (*COUNTS, *PHASES)}
+    if any(step.depth is not None for step in decoded.steps):
+        log["depth"] = [step.proposed if step.depth is None else step.depth for step in decoded.steps]
+        log["path"] = [list(step.path) for step in decoded.steps]
+    return log
 
 
 def request_tau(log: StepLog) -> float | None:
@@ -42,16 +46,29 @@ def slot_acceptance(logs: Sequence[StepLog]) -> tuple[list[float | None], list[f
 
     Conditional: accepted, among the rounds that proposed the slot and accepted every slot before it; None where there was none.
     Joint: accepted together with every slot before it, among all rounds, so that their sum is the accepted drafts per round.
+    Of a tree, a slot is a depth, and was proposed where any of its nodes lies as deep.
     """
-    proposed, accepted = _joined(logs, "proposed"), _joined(logs, "accepted")
+    reached, accepted = _joined(logs, "depth"), _joined(logs, "accepted")
     conditional: list[float | None] = []
     joint: list[float] = []
-    for slot in range(int(proposed.max(initial=0))):
+    for slot in range(int(reached.max(initial=0))):
         right = int((accepted > slot).sum())
-        reached = int(((proposed > slot) & (accepted >= slot)).sum())
-        conditional.append(right / reached if reached else None)
-        joint.append(right / len(proposed))
+        tried = int(((reached > slot) & (accepted >= slot)).sum())
+        conditional.append(right / tried if tried else None)
+        joint.append(right / len(accepted))
     return conditional, joint
+
+
+def accepted_within(logs: Sequence[StepLog], width: int) -> np.ndarray:
+    """Drafts of every round that were accepted in its first `width` rows, the anchor's included, `[rounds]`: what the same
+    rounds would have accepted of narrower calls. A tree's accepted drafts need not be its first ones."""
+    found: list[int] = []
+    for log in logs:
+        if "path" in log:
+            found += [sum(row < width for row in path) for path in log["path"]]
+        else:
+            found += [min(accepted, width - 1) for accepted in log["accepted"]]
+    return np.array(found, dtype=np.int64)
 
 
 def accepted_histogram(logs: Sequence[StepLog]) -> list[int]:
@@ -92,4 +109,8 @@ def economics(logs: Sequence[StepLog], curve_rows: Sequence[int], curve_seconds:
 
 
 def _joined(logs: Sequence[StepLog], column: str) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(log[column], dtype=np.int64) for log in logs)])
+    if column == "depth":
+        columns = [log["depth"] if "depth" in log else log["proposed"] for log in logs]
+    else:
+        columns = [log[column] for log in logs]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(found, dtype=np.int64) for found in columns)])

@@ -9,7 +9,8 @@ from dflash_mini_lab.types import Draft, Method, Proposal
 
 
 def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
-    """`candidates` K; `temperature` of the log-probabilities, over the K candidates of a slot. S·K scores."""
+    """`candidates` K; `temperature` of the log-probabilities, which are of a slot's K candidates alone: the whole vocabulary's
+    choose no better tree at the temperature that suits them (docs/lab-log.md). S·K scores."""
     ids, logits = draft.top(int(settings["candidates"]))
     scores = [log_softmax(row, settings["temperature"]) for row in logits.tolist()]
     nodes, parents = best_first(scores, draft.slots)
@@ -23,6 +24,7 @@ TREE = Method(
     "Tree",
     "as many tokens as a block has slots, spent on the most probable prefixes: alternatives where the drafter is unsure",
     select,
-    settings={"candidates": 4, "temperature": 1.0},
+    settings={"candidates": 4, "temperature": 2.0},
+    grid={"temperature": (1.0, 1.5, 2.0, 3.0)},
     trees=True,
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_mini_lab.report.format import dig, fixed, is_number, listed, plain, plural
 from dflash_mini_lab.report.ranking import Benchmark, arms
+from dflash_mini_lab.trees import accepted_rows, depth, depths
 
 WORK = {
     "01": "0",
@@ -27,6 +28,7 @@ WORK = {
     "12": "R·S·K",
     "13": "2 for each draw",
     "14": "S",
+    "15": "S·K",
 }
 """Method key → its guidance work, as docs/methods.md has it (a test compares the two)."""
 WORK_LETTERS = "S slots, K candidates a slot, r the rank of a head, J jump offsets, R rounds of correction"
@@ -34,6 +36,7 @@ PAIRS = (
     ("10", "13", "One policy: 10 searches all logits on the host, 13 has two candidates a slot found where the logits are."),
     ("12", "14", "A learned correction of every candidate's score, and its simplification to one switch by three numbers."),
     ("01", "08", "The whole block, and the block cut where the drafter is unsure."),
+    ("01", "15", "As many tokens in one chain, and in a tree of the most probable prefixes."),
 )
 CONTEXT = 70
 """Characters of the answer shown before a round's own tokens, less a word that would be cut."""
@@ -108,13 +111,21 @@ def _kept(rounds: int, of: Any) -> str:
     return f"the first {rounds} of {of} rounds" if is_number(of) and of > rounds else f"all {plural(rounds, 'round')}"
 
 
+def accepted_path(known: dict[str, Any]) -> list[int]:
+    """The rows of a round's verify call that its text went through: the anchor's, 0, then those of the accepted tokens."""
+    proposed = known["proposed"]
+    parents = known["parents"][:proposed] if "parents" in known else range(-1, proposed - 1)
+    return accepted_rows(known["proposal"][:proposed], parents, known["greedy"])
+
+
 def _new(known: dict[str, Any]) -> list[int]:
     """The tokens that the answer gained: the target's own from the anchor on, cut at a stop token or the budget."""
-    return list(known["greedy"][: known["committed"]])
+    return [known["greedy"][row] for row in accepted_path(known)][: known["committed"]]
 
 
 def _round(number: int, known: dict[str, Any], texts: Mapping[str, str], so_far: str) -> dict[str, Any]:
-    slots = [_slot(index, known, texts) for index in range(len(known["slots"]))]
+    path = accepted_path(known)
+    slots = [_slot(index, known, path, texts) for index in range(len(known["slots"]))]
     new, accepted = _new(known), known["accepted"]
     context = so_far if len(so_far) <= CONTEXT else "…" + so_far[-CONTEXT:].split(" ", 1)[-1]
     return {
@@ -126,7 +137,8 @@ def _round(number: int, known: dict[str, Any], texts: Mapping[str, str], so_far:
         "drafted": "".join(texts.get(str(token), "") for token in new[:accepted]),
         "own": "".join(texts.get(str(token), "") for token in new[accepted:]),
         "slots": slots,
-        "bonus": shown(known["greedy"][accepted], texts),
+        "tree": _branches(-1, known, path, texts) if "parents" in known else [],
+        "bonus": shown(known["greedy"][path[-1]], texts),
         "bonus_slot": accepted + 1,
         "ended": known["committed"] <= accepted,
         "accepted": accepted,
@@ -137,57 +149,96 @@ def _round(number: int, known: dict[str, Any], texts: Mapping[str, str], so_far:
     }
 
 
-def _slot(index: int, known: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    slot, proposal, accepted = known["slots"][index], known["proposal"], known["accepted"]
-    chosen = proposal[index] if index < len(proposal) else None
+def _slot(index: int, known: dict[str, Any], path: list[int], texts: Mapping[str, str]) -> dict[str, Any]:
+    """One slot with its candidates. A chain has one choice in it; a tree as many as it has nodes so deep."""
+    slot, accepted = known["slots"][index], len(path) - 1
+    places = [place for place, deep in enumerate(_slots_of(known)) if deep == index]
+    chosen = {known["proposal"][place] for place in places}
     best = slot["logits"][0]
+    own = known["greedy"][path[index]] if index <= accepted else None
     if index < accepted:
         outcome = "accepted"
-    elif index >= len(proposal):
+    elif not places:
         outcome = "unproposed"
-    elif index >= known["proposed"]:
+    elif places[0] >= known["proposed"]:
         outcome = "unverified"
     else:
         outcome = "rejected" if index == accepted else "rolled"
     return {
         "number": index + 1,
         "outcome": outcome,
-        "changed": chosen is not None and chosen != slot["ids"][0],
-        "target": shown(known["greedy"][index], texts) if index <= accepted else "",
+        "changed": own != slot["ids"][0] if "parents" in known and index < accepted else bool(chosen - {slot["ids"][0]}),
+        "target": "" if own is None else shown(own, texts),
         "candidates": [
             {
                 "text": shown(token, texts),
                 "behind": "0" if place == 0 else f"−{best - logit:.2f}",
                 "bar": round(BARS * math.exp(min(logit - best, 0.0))),
-                "chosen": token == chosen,
-                "target": index <= accepted and token == known["greedy"][index],
+                "chosen": token in chosen,
+                "target": token == own,
             }
             for place, (token, logit) in enumerate(zip(slot["ids"], slot["logits"], strict=True))
         ],
     }
 
 
+def _slots_of(known: dict[str, Any]) -> list[int]:
+    """The slot of each proposed token."""
+    return depths(known["parents"]) if "parents" in known else list(range(len(known["proposal"])))
+
+
+def _branches(parent: int, known: dict[str, Any], path: list[int], texts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The nodes of a tree under the one at `parent`, each with those under it."""
+    nodes = []
+    for place, (token, above) in enumerate(zip(known["proposal"], known["parents"], strict=True)):
+        if above == parent:
+            if place >= known["proposed"]:
+                outcome = "unverified"
+            elif place + 1 in path:
+                outcome = "accepted"
+            else:
+                outcome = "rejected" if parent + 1 in path else "rolled"
+            under = _branches(place, known, path, texts)
+            nodes.append({"text": shown(token, texts), "outcome": outcome, "nodes": under})
+    return nodes
+
+
 def sentence(known: dict[str, Any], texts: Mapping[str, str]) -> str:
     """What happened in a round, in words that a screen reader can say by themselves."""
-    proposed, accepted = known["proposed"], known["accepted"]
+    proposed, accepted, path = known["proposed"], known["accepted"], accepted_path(known)
     ended = known["committed"] <= accepted
-    own = "ended its answer within them" if ended else f"wrote “{said(known['greedy'][accepted], texts)}” itself"
+    own = "ended its answer within them" if ended else f"wrote “{said(known['greedy'][path[-1]], texts)}” itself"
     if not known["slots"]:
         return f"Nothing was drafted: the target {own}."
-    changes = [
-        f"slot {index + 1} from “{said(slot['ids'][0], texts)}” to “{said(token, texts)}”"
-        for index, (slot, token) in enumerate(zip(known["slots"], known["proposal"][:proposed], strict=False))
-        if token != slot["ids"][0]
-    ]
-    changed = f", changing {listed(changes, 3)}" if changes else ""
     if not proposed:
         return f"The method proposed nothing: a plain decoding step, in which the target {own}."
-    first = f"The method proposed {plural(proposed, 'token')}{changed}."
+    tree = "parents" in known
+    changes = [
+        f"slot {index + 1} from “{said(first, texts)}” to “{said(token, texts)}”" for index, first, token in changed_slots(known)
+    ]
+    changed = listed(changes, 3) if changes else ""
+    first = f"The method proposed {plural(proposed, 'token')}"
+    if tree:
+        first += f" in a tree {plural(depth(known['parents'][:proposed]), 'slot')} deep."
+    else:
+        first += f", changing {changed}." if changed else "."
+    alternatives = f", changing {changed}" if changed and tree else ""
     if accepted == proposed:
-        return f"{first} The target accepted {'it' if proposed == 1 else 'all of them'} and {own}."
-    kept, rows = f"accepted {accepted or 'none'}", proposed - accepted
+        return f"{first} The target accepted {'it' if proposed == 1 else 'all of them'}{alternatives} and {own}."
+    kept, rows = f"accepted {accepted or 'none'}{alternatives}", proposed - accepted
     back = f"{plural(rows, 'row')} of its cache {'was' if rows == 1 else 'were'} rolled back"
     return f"{first} The target {kept}, {own}, and {back}."
+
+
+def changed_slots(known: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """(slot from 0, the drafter's first choice, the method's) wherever they differ: of a chain among the verified tokens, of a
+    tree, which holds several of a slot, among the accepted ones."""
+    if "parents" in known:
+        tokens = [known["proposal"][row - 1] for row in accepted_path(known)[1:]]
+    else:
+        tokens = known["proposal"][: known["proposed"]]
+    pairs = [(slot["ids"][0], token) for slot, token in zip(known["slots"], tokens, strict=False)]
+    return [(index, first, token) for index, (first, token) in enumerate(pairs) if token != first]
 
 
 def parareal(benchmark: Benchmark) -> dict[str, Any] | None:

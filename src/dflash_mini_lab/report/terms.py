@@ -69,7 +69,7 @@ TERMS: tuple[tuple[str, str, str], ...] = (
         "slot",
         "Acceptance by slot",
         "Joint: how often this slot and all before it were right. Conditional: how often this slot was right "
-        "when all before it were.",
+        "when all before it were. Of a tree, a slot is right where any of its tokens there goes on the accepted path.",
     ),
     (
         "cost",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -133,7 +134,7 @@ class CapturedStep:
         """The tokens, then `state.length`, then `state.kept`, then a tree's table."""
         self.tree = TreeRows(self.inputs[rows + 2 :].view(rows, columns), state.history) if trees else None
         if self.tree:  # a row that sees nothing would leave NaN in the state while the step is captured
-            self.tree.table.copy_(torch.from_numpy(row_table(range(-1, rows - 1), state.history)))
+            self.tree.table.copy_(torch.tensor(row_table(range(-1, rows - 1), state.history)))
         self.greedy = torch.zeros(rows, dtype=torch.int64, device=device)
         self.features = like.new_zeros(rows, len(self.taps) * like.shape[1])
         self.logits = like.new_zeros(rows, vocabulary)
@@ -149,8 +150,8 @@ class CapturedStep:
         state = self.state
         if state.length + self.rows > state.capacity:
             raise ValueError(f"{state.length} + {self.rows} tokens do not fit a cache of {state.capacity}")
-        table = row_table(parents, state.history).ravel().tolist() if self.tree else []
-        crossings.send_into([*tokens, state.length, state.kept, *table], self.inputs)
+        table = row_table(parents, state.history) if self.tree else []
+        crossings.send_into([*tokens, state.length, state.kept, *chain.from_iterable(table)], self.inputs)
         if self._graph is None:
             self._body()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,7 +110,7 @@ class LeanSession:
         decoder, crossings = self.target.decoder, self.target.crossings
         device = self.target.embedding.device
         ids = crossings.send(tokens, device)[None]
-        tree = crossings.send(row_table(parents, decoder.history), device) if parents else None
+        tree = crossings.send(np.array(row_table(parents, decoder.history), dtype=np.int64), device) if parents else None
         hidden, tapped = decoder.forward(ids, cache, self.taps, tree)
         self.features.record([rows[0] for rows in tapped])
         needed = hidden[0, -1:] if last_only and not self.target.full_logits else hidden[0]

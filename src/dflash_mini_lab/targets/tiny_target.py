@@ -58,7 +58,7 @@ class TinyTarget:
         groups = heads // kv_heads
         unseen, rotation = np.triu(np.full((rows, rows), -np.inf, dtype=np.float32), 1), self.rotation[:, :rows]
         if parents:
-            past, table = rows - len(parents), row_table(parents, 0)
+            past, table = rows - len(parents), np.array(row_table(parents, 0))
             unseen[past:, past:] = np.where(table[:, 1:], 0, -np.inf)
             rotation = np.concatenate([rotation[:, :past], self.rotation[:, past + table[:, 0]]], axis=1)
         x = self.embedding[list(ids)]
