@@ -1,6 +1,7 @@
-"""Drafts from tables of logits, hand-written or random, and random heads beside them: for tests of methods without a model."""
+"""Drafts from tables of logits, hand-written or random, random heads beside them, and random trees: for tests without a model."""
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,6 +79,16 @@ def slots_of(proposal: Proposal) -> list[int]:
     assert all(-1 <= parent < place for place, parent in enumerate(proposal.parents)), "parents come first"
     assert len(proposal.parents) in (0, len(proposal.tokens))
     return depths(proposal.parents) if proposal.parents else list(range(len(proposal.tokens)))
+
+
+def random_parents(rows: int, order: random.Random) -> list[int]:
+    """The anchor, then rows that follow any earlier one; now and then a chain or a star."""
+    kind = order.choice(("any", "any", "any", "chain", "star"))
+    return [-1, *({"any": order.randrange(row), "chain": row - 1, "star": 0}[kind] for row in range(1, rows))]
+
+
+def path_to(row: int, parents: Sequence[int]) -> list[int]:
+    return [*(path_to(parents[row], parents) if parents[row] >= 0 else []), row]
 
 
 def contexts(count: int) -> list[list[int]]:

@@ -4,10 +4,13 @@ That it rolls back and decodes as every other path does is tested with them (tes
 """
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+from tests.tables import path_to, random_parents
+from tests.test_tree_rollback import fresh_logits
 from tests.tiny_models import FAMILIES, POSITIONS, TAPS, VOCABULARY, plain_greedy, random_ids, tiny_model, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -88,6 +91,42 @@ def test_a_step_that_was_recorded_once_replays_at_every_length_and_after_every_r
         committed += tokens[:kept]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_step_for_trees_that_was_recorded_once_replays_for_every_tree(family: str) -> None:
+    """Of one recording: other trees, other lengths, other rows kept; chains in between."""
+    target, order = new_target(family), random.Random(4)
+    for rows in (3, 6):
+        step: Any = target.step(TAPS, rows, trees=True)
+        step._graph = Recorded(step)
+        step._body = None
+    session = target.start(random_ids(6, 1), 100, TAPS)
+    session.prefill()
+    committed = random_ids(6, 1)
+    for turn, rows in enumerate((6, 3, 6, 6, 3, 6)):
+        tokens, parents = random_ids(rows, turn), random_parents(rows, order)
+        expected = fresh_logits(family, committed, tokens, parents)
+        assert session.verify(tokens, parents) == expected.argmax(-1).tolist()
+        torch.testing.assert_close(target.step(TAPS, rows, trees=True).logits, expected, rtol=0, atol=1e-9)
+        kept = path_to(order.randrange(rows), parents)
+        session.keep(kept)
+        committed += [tokens[row] for row in kept]
+        chain = random_ids(2, 50 + turn)
+        assert session.verify(chain) == fresh_logits(family, committed, chain, [-1, 0]).argmax(-1).tolist()
+        session.keep(1)
+        committed += chain[:1]
+
+
+@torch.inference_mode()
+def test_a_capture_leaves_no_number_in_the_state_that_is_none() -> None:
+    """A masked value still counts zero times itself, and zero times NaN is NaN."""
+    target = new_target("lfm2")
+    step = target.step(TAPS, 4, trees=True)
+    step._body()  # as a capture runs it, on whatever its inputs hold then
+    state = target.state(TAPS)
+    assert all(stored.isfinite().all() for store in (state.keys, state.values, state.windows) for stored in store.values())
+
+
 def test_a_round_sends_its_tokens_and_two_numbers_and_receives_one_token_a_row() -> None:
     target = new_target("lfm2")
     session = target.start(random_ids(6, 1), 100, TAPS)
@@ -98,6 +137,20 @@ def test_a_round_sends_its_tokens_and_two_numbers_and_receives_one_token_a_row()
     counted = {way: (after[way]["count"] - before[way]["count"], after[way]["bytes"] - before[way]["bytes"]) for way in after}
     assert counted == {"to_device": (1, 8 * (5 + 2)), "to_host": (1, 8 * 5)}
     assert after["to_host"]["seconds"] > before["to_host"]["seconds"] > 0
+
+
+def test_a_round_of_a_tree_sends_its_table_as_well_and_then_the_rows_that_stay_unless_they_are_the_first() -> None:
+    target = new_target("lfm2")
+    session = target.start(random_ids(6, 1), 100, TAPS)
+    session.prefill()
+    table = 3 * (1 + target.decoder.history + 3)
+    for kept, rows in (([0, 2], 8 * 2), ([0, 1], 0)):
+        before = target.crossings.as_json()
+        session.verify(random_ids(3, 2), [-1, 0, 0])
+        session.keep(kept)
+        found = target.crossings.since(before)
+        assert (found["to_device"]["count"], found["to_device"]["bytes"]) == (2 if rows else 1, 8 * (3 + 2 + table) + rows)
+        assert (found["to_host"]["count"], found["to_host"]["bytes"]) == (1, 8 * 3)
 
 
 def test_a_newer_session_takes_the_state_over_and_the_older_one_says_so() -> None:

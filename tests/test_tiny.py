@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.tables import path_to, random_parents
 
 from dflash_mini_lab import artifacts, cli
 from dflash_mini_lab.benchmark.engine import Engine, Model
@@ -87,6 +89,27 @@ def test_every_rejection_point_at_every_block_size_equals_a_fresh_pass() -> None
                 np.testing.assert_allclose(session.take_features(), expected[len(committed) - kept :], atol=1e-9)
 
 
+def test_every_path_of_random_trees_equals_a_fresh_pass() -> None:
+    target, order = random_target(), random.Random(1)
+    for size in range(2, 7):
+        for end in range(-1, size):
+            committed = random_ids(7, seed=size)
+            session = target.start(committed, 100, TAPS)
+            session.prefill()
+            session.take_features()
+            for deep in range(3):
+                parents, tokens = random_parents(size, order), random_ids(size, seed=100 * size + 10 * end + deep)
+                paths = [path_to(row, parents) for row in range(size)]
+                expected = [int(target.logits([*committed, *(tokens[row] for row in path)])[-1].argmax()) for path in paths]
+                assert session.verify(tokens, parents) == expected
+                kept = paths[end] if end >= 0 and not deep else [] if end < 0 else paths[order.randrange(size)]
+                session.keep(kept)
+                committed += [tokens[row] for row in kept]
+                assert session.length == len(committed)
+                features = np.concatenate(target.forward(committed, TAPS)[1], axis=-1)[len(committed) - len(kept) :]
+                np.testing.assert_allclose(session.take_features(), features, atol=1e-9)
+
+
 def test_the_single_row_path_equals_the_verify_path() -> None:
     plain, checked = random_target().start(random_ids(7, 1), 60, None), random_target().start(random_ids(7, 1), 60, TAPS)
     one, other = plain.prefill(), checked.prefill()
@@ -105,7 +128,7 @@ def test_what_a_session_cannot_do_is_refused() -> None:
     session = target.start(random_ids(5, 0), 20, TAPS)
     session.prefill()
     session.verify([4, 5, 6])
-    for rows in (-1, 4):
+    for rows in (-1, 4, [0, 3], [-1]):
         with pytest.raises(ValueError, match="3 rows"):
             session.keep(rows)
     with pytest.raises(UserError, match=r"layers \(2,\); this target's layers are 0 … 1"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.tables import path_to, random_parents
 from tests.test_rollback import features_of
 from tests.tiny_models import FAMILIES, TAPS, random_ids, tiny_model, tiny_target
 
@@ -15,16 +16,6 @@ from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.trees import row_table
 
 PATHS = ("lean", "static")
-
-
-def random_parents(rows: int, order: random.Random) -> list[int]:
-    """The anchor, then rows that follow any earlier one; now and then a chain or a star."""
-    kind = order.choice(("any", "any", "any", "chain", "star"))
-    return [-1, *({"any": order.randrange(row), "chain": row - 1, "star": 0}[kind] for row in range(1, rows))]
-
-
-def path_to(row: int, parents: Sequence[int]) -> list[int]:
-    return [*(path_to(parents[row], parents) if parents[row] >= 0 else []), row]
 
 
 def fresh_logits(family: str, committed: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
