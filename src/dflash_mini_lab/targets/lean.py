@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache as cache_of
 from functools import cached_property
 
 import torch
@@ -188,17 +189,18 @@ class LeanDecoder:
             run = rows
         x = F.embedding(F.pad(ids, (0, run - rows)) if run > rows else ids, self.embedding)
         rotation = self.rotation[past : past + run].view(run, 1, -1)
-        branches, mask = None, None
+        branches, mask_of = None, None
         if tree is not None:
             branches = TreeRows(tree, self.history)
             if run > rows:
                 branches = branches.padded(run)
             rotation = self.rotation.index_select(0, past + branches.depths).view(run, 1, -1)
             mask = F.pad(branches.hidden(self.embedding)[:, :rows], (past, 0))
+            mask_of = cache_of(lambda groups: mask.repeat(groups, 1))
 
         def mix(index: int, mixer: Attention | ShortConvolution, normed: Tensor) -> Tensor:
             if isinstance(mixer, Attention):
-                return self._attend(mixer, normed, rotation, cache, index, rows, mask)
+                return self._attend(mixer, normed, rotation, cache, index, rows, mask_of)
             return _convolve(mixer, normed, cache, index, rows, branches)
 
         x, tapped = self.through_layers(x, mix, taps)
@@ -227,10 +229,17 @@ class LeanDecoder:
         return self.head.greedy(hidden, vocabulary)
 
     def _attend(
-        self, a: Attention, x: Tensor, rotation: Tensor, cache: LeanCache, index: int, rows: int, tree: Tensor | None
+        self,
+        a: Attention,
+        x: Tensor,
+        rotation: Tensor,
+        cache: LeanCache,
+        index: int,
+        rows: int,
+        tree: Callable[[int], Tensor] | None,
     ) -> Tensor:
-        """`x [batch, run, hidden]`, of which the first `rows` rows are real and enter the cache. `tree [run, past + rows]`: the
-        mask of rows that are a tree."""
+        """`x [batch, run, hidden]`, of which the first `rows` rows are real and enter the cache. `tree(groups)`: the mask of rows
+        that are a tree, as `_mask` gives a chain's."""
         batch, run, _ = x.shape
         past, groups = cache.length, a.heads // a.kv_heads
         q, k, v = project(a, x, rotation)
@@ -244,7 +253,7 @@ class LeanDecoder:
         else:
             q = q.reshape(batch, a.kv_heads, groups * run, a.head_dim)
             if tree is not None:
-                mask: Tensor | None = tree.repeat(groups, 1)
+                mask: Tensor | None = tree(groups)
             else:
                 mask = None if rows == 1 else self._mask(rows, run, groups, past, cache.capacity)
             mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
