@@ -5,12 +5,15 @@ float64 throughout where texts are compared, so that two orders of summation can
 from __future__ import annotations
 
 import copy
+import random
 from functools import cache
 
 import pytest
 import torch
+from tests.tables import path_to, random_parents
 from tests.test_drafter import SHAPES, FixedFeatures, target_tables, trained_looking_model
 from tests.test_drafter import VOCABULARY as DRAFTER_VOCABULARY
+from tests.test_tree_rollback import fresh_logits
 from tests.tiny_models import FAMILIES, POSITIONS, TAPS, VOCABULARY, ScriptedDrafter, plain_greedy, random_ids, tiny_model
 
 from dflash_mini_lab import cli
@@ -69,6 +72,25 @@ def test_captured_steps_equal_the_library_at_every_width_and_after_every_rollbac
             torch.testing.assert_close(target.step(TAPS, rows).logits.cpu(), expected, rtol=0, atol=1e-9)
             session.keep(kept)
             committed += tokens[:kept]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_captured_steps_of_random_trees_equal_the_library_whichever_path_stays(family: str) -> None:
+    target, order = on_gpu(family), random.Random(1)
+    session = target.start(random_ids(6, 1), 100, TAPS)
+    session.prefill()
+    committed = random_ids(6, 1)
+    for turn, rows in enumerate((5, 2, 8, 3, 8, 5, 8)):
+        step = target.step(TAPS, rows, trees=True)
+        assert step._graph is not None
+        tokens, parents = random_ids(rows, turn), random_parents(rows, order)
+        expected = fresh_logits(family, committed, tokens, parents)
+        assert session.verify(tokens, parents) == expected.argmax(-1).tolist()
+        torch.testing.assert_close(step.logits.cpu(), expected, rtol=0, atol=1e-9)
+        kept = path_to(order.randrange(rows), parents)
+        session.keep(kept)
+        committed += [tokens[row] for row in kept]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
