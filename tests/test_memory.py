@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_mini_lab.measurement import memory
-from dflash_mini_lab.measurement.memory import find_memory, of_linux
+from dflash_mini_lab.measurement.memory import Memory, find_memory, of_linux
 
 MIB = 2**20
 
@@ -56,3 +56,10 @@ def test_a_device_that_cannot_be_asked_ends_no_run() -> None:
     assert found.source is None
     assert found.peak() is None
     assert found.reason
+
+
+def test_a_counter_that_fails_at_the_end_of_a_run_ends_no_run() -> None:
+    def lost() -> int:
+        raise RuntimeError("the device is gone")
+
+    assert Memory("PyTorch's allocations on the GPU", None, 0, lost).peak() is None

@@ -14,7 +14,7 @@ MEGABYTES = 1e6
 def test_the_default_target_s_drafter_is_in_the_repository_and_verified(tmp_path: Path) -> None:
     folder = artifacts.locate(Settings(cache=tmp_path), DEFAULT_TARGET, print)
     assert folder is not None
-    assert folder.is_relative_to(artifacts.REPOSITORY)
+    assert folder.is_relative_to(artifacts.COMMITTED)
     config, tensors = load_checkpoint(folder)
     assert (config.target_name, config.hidden_size, config.vocabulary, config.target_layers) == (DEFAULT_TARGET, 576, 49152, 30)
     chosen = tensors[DRAFT_TO_TARGET]

@@ -291,7 +291,7 @@ def say(line: str) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=artifacts.REPOSITORY / NAME)
+    parser.add_argument("--folder", type=Path, default=artifacts.COMMITTED / NAME)
     build(parser.parse_args(argv).folder)
     return 0
 

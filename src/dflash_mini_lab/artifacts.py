@@ -33,7 +33,7 @@ PAUSE_S = 1.0
 SILENCE_S = 30.0
 """Seconds without a byte after which a transfer counts as broken off."""
 BLOCK = 2**18
-REPOSITORY = Path(__file__).resolve().parents[2] / "artifacts"
+COMMITTED = Path(__file__).resolve().parents[2] / "artifacts"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
@@ -156,7 +156,7 @@ def prepared_folder(cache: Path, target: str) -> Path:
     return cache / "prepared" / target
 
 
-def locate(settings: Settings, target: str, say: Say, repository: Path = REPOSITORY) -> Path | None:
+def locate(settings: Settings, target: str, say: Say, repository: Path = COMMITTED) -> Path | None:
     """The folder with the target's verified files, downloading them if they are pinned but absent; None: there are none yet.
 
     In this order: `--artifact-dir` with a manifest of its own; the repository's manifest, with its files beside it, in
@@ -179,7 +179,7 @@ def locate(settings: Settings, target: str, say: Say, repository: Path = REPOSIT
     return None
 
 
-def manifest_of(folder: Path, target: str, repository: Path = REPOSITORY) -> Manifest | None:
+def manifest_of(folder: Path, target: str, repository: Path = COMMITTED) -> Manifest | None:
     """The manifest that `folder`, as `locate` found it, was verified by: its own, or the repository's."""
     for path in (folder / MANIFEST, repository / target / MANIFEST):
         if path.is_file():

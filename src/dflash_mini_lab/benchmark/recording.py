@@ -15,6 +15,7 @@ from dflash_mini_lab.benchmark.arms import Arm
 from dflash_mini_lab.benchmark.engine import Engine
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.methods import by_key
+from dflash_mini_lab.scores import LARGEST
 from dflash_mini_lab.trees import depths
 from dflash_mini_lab.types import Clock, Draft, Method, Proposal, Session, Step, Target
 
@@ -25,8 +26,6 @@ CANDIDATES = 4
 DEEPEST = 16
 """Candidates among which a choice is looked for."""
 DECIMALS = 3
-LARGEST = 1e4
-"""An infinite logit is written as this: JSON has none."""
 
 
 @dataclass

@@ -28,7 +28,10 @@ class Memory:
     counter: Read | None = None
 
     def peak(self) -> int | None:
-        return self.counter() if self.counter else None
+        try:
+            return self.counter() if self.counter else None
+        except Exception:  # as in find_memory
+            return None
 
 
 def find_memory(device: str) -> Memory:

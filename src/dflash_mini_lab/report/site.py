@@ -20,7 +20,7 @@ from dflash_mini_lab.types import UserError
 Benchmark = benchmark_file.Benchmark
 
 
-def write_site(paths: Sequence[Path], folder: Path, repository: Path = artifacts.REPOSITORY) -> Path:
+def write_site(paths: Sequence[Path], folder: Path, repository: Path = artifacts.COMMITTED) -> Path:
     """Write the index and a folder for each target; returns the index.
 
     Raises UserError that names the file and what is wrong with it, before anything is written.

@@ -91,8 +91,8 @@ class _Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
 
     def forward(self, x: Tensor, context: Tensor, hidden: Tensor, block: Rotation, before: Rotation) -> Tensor:
-        """`hidden`: see hidden_context. A block sees no other block: so the context's scores and each block's own are two products,
-        not one with a mask over every pair of blocks (half the time on a CPU)."""
+        """`hidden`: see hidden_context. A block sees no other: so the context's scores and each block's own are two products, not
+        one with a mask over every pair of blocks (half the time on a CPU)."""
         config, size = self.config, self.config.block_size
 
         def heads(y: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def beginning(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> str:
 
 def _earlier_drafter(target: str, config: DrafterConfig) -> tuple[Path, dict[str, Tensor] | None]:
     """The tensor file of the drafter that the repository has for `target`, and its tensors where its shape is `config`'s."""
-    folder = artifacts.REPOSITORY / target
+    folder = artifacts.COMMITTED / target
     path = folder / TENSOR_FILE
     if not path.is_file():
         return path, None
