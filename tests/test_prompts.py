@@ -9,7 +9,7 @@ import pytest
 
 from dflash_mini_lab.benchmark.run import choose_prompts
 from dflash_mini_lab.catalog import TARGETS
-from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_seeds
+from dflash_mini_lab.prompts import Prompt, encode_prompts, load_prompts, refuse_overlap, training_seeds, written_requests
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.types import UserError
 
@@ -91,6 +91,20 @@ def test_training_seeds_are_patterns_times_values(tmp_path: Path) -> None:
     seeds = {"groups": [{"patterns": ["What is {x}?", "Draw {x}."], "values": ["a kite", "a boat"]}]}
     path = written(tmp_path, json.dumps(seeds).encode(), "seeds.json")
     assert sorted(training_seeds(path)) == ["Draw a boat.", "Draw a kite.", "What is a boat?", "What is a kite?"]
+
+
+def test_written_requests_are_the_groups_without_a_pattern(tmp_path: Path) -> None:
+    groups = [{"patterns": ["Draw {x}."], "values": ["a kite"]}, {"patterns": ["{x}"], "values": ["Who flew the first kite?"]}]
+    path = written(tmp_path, json.dumps({"groups": groups}).encode(), "seeds.json")
+    assert written_requests(path) == ["Who flew the first kite?"]
+    assert sorted(training_seeds(path)) == ["Draw a kite.", "Who flew the first kite?"]
+
+
+def test_no_written_request_shares_five_words_in_a_row_with_a_held_out_prompt() -> None:
+    requests = written_requests(TARGETS["smollm2-135m"].training_file)
+    assert len(requests) == len(set(requests)) > 6000
+    held_out = runs_of_words([prompt.text for part in choose_prompts(Settings()) for prompt in part])
+    assert not runs_of_words(requests) & held_out
 
 
 def test_a_prompt_that_leaves_no_room_is_named() -> None:

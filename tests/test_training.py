@@ -29,7 +29,14 @@ from dflash_mini_lab.training.prepare import beginning, refuse_other_work, targe
 from dflash_mini_lab.training.prompts import hold_out, training_texts
 from dflash_mini_lab.training.recipe import Recipe, choose_mask_token, drafter_config, spread_taps
 from dflash_mini_lab.training.shards import Sequence, have_features, read_features, read_sequences, write_shard
-from dflash_mini_lab.training.teacher import ACTIVATIONS, LOGITS, continue_batch, equal_length_batches, rows_that_fit
+from dflash_mini_lab.training.teacher import (
+    ACTIVATIONS,
+    LOGITS,
+    begin_answers,
+    continue_batch,
+    equal_length_batches,
+    rows_that_fit,
+)
 from dflash_mini_lab.training.train import train_drafter
 from dflash_mini_lab.types import UserError
 
@@ -62,6 +69,19 @@ def test_a_stop_token_is_the_last_of_its_answer_and_the_others_go_on() -> None:
     for prompt, answer in answers_of("llama", prompts, 10, (stop,)).items():
         whole = full[prompt]
         assert answer == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+
+
+def test_an_answer_is_begun_by_sampling_and_left_out_where_it_ended() -> None:
+    prompts = torch.tensor([random_ids(5, seed) for seed in range(8)])
+    begun = [begin_answers(decoder_of("llama"), prompts, 3, (), seed, 61) for seed in (1, 1, 2)]
+    assert torch.equal(begun[0][:, :5].sort(0).values, prompts.sort(0).values)
+    assert torch.equal(begun[0], begun[1])
+    assert not torch.equal(begun[0], begun[2])
+    said = int(begun[0][0, -1])
+    kept = begin_answers(decoder_of("llama"), prompts, 3, (said,), 1, 61)
+    assert 0 < len(kept) < 8
+    assert (kept[:, 5:] != said).all()
+    assert begin_answers(decoder_of("llama"), prompts, 3, range(61), 1, 61).shape == (0, 8)
 
 
 @pytest.mark.parametrize("library", [False, True])
@@ -158,6 +178,13 @@ def test_held_out_prompts_are_trained_on_in_no_form(tmp_path: Path) -> None:
     texts = training_texts(kept, True, seeds, 0)
     assert sorted(texts) == sorted([*kept, *(f"Answer: {text}!" for text in kept)])
     assert training_texts(kept, False, seeds, 0) == kept
+
+
+def test_written_requests_are_asked_as_they_are_and_one_held_out_comes_back_in_no_form(tmp_path: Path) -> None:
+    seeds = tmp_path / "seeds.json"
+    groups = [{"patterns": ["{x}"], "values": ["write a", "write b"]}, {"patterns": ["Why {x}?"], "values": ["c"]}]
+    seeds.write_text(json.dumps({"groups": groups, "around_own_prompts": ["Answer: {x}!"]}), encoding="utf-8")
+    assert training_texts(["own", "write a"], True, seeds, 0) == ["own", "write a", "Answer: own!", "Why c?"]
 
 
 def test_seeds_are_at_most_half_as_many_as_own_prompts(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Settings:
     prompts: Path | None = None
     """The user's own prompts instead of the lab's."""
     warmup_cells: int = 1
-    calibration_tokens: int = 32
+    calibration_tokens: int = 24
     calibration_prompt_limit: int = 4
     tune: bool = False
     tuning_repeats: int = 2
