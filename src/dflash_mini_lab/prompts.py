@@ -50,23 +50,22 @@ def training_seeds(path: Path) -> Iterator[str]:
             words = prompt.text.split()
             yield from (" ".join(words[:count]) for count in range(1, len(words) + 1))
         return
-    try:
-        groups = json.loads(path.read_bytes().decode("utf-8-sig"))["groups"]
-        for group in groups:
-            for pattern in group["patterns"]:
-                for value in group["values"]:
-                    yield pattern.replace("{x}", value)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: the training seeds cannot be read ({error}).") from error
+    yield from (seed for _, seed in _filled(path))
 
 
 def written_requests(path: Path) -> list[str]:
     """Prompts of a training file that stand as they are: the values of its groups whose only pattern is `{x}`."""
-    if path.suffix == ".txt":
-        return []
+    return [] if path.suffix == ".txt" else [seed for written, seed in _filled(path) if written]
+
+
+def _filled(path: Path) -> Iterator[tuple[bool, str]]:
+    """Every group's patterns filled with each of its values, and whether that value is a written request."""
     try:
-        groups = json.loads(path.read_bytes().decode("utf-8-sig"))["groups"]
-        return [value for group in groups if group["patterns"] == ["{x}"] for value in group["values"]]
+        for group in json.loads(path.read_bytes().decode("utf-8-sig"))["groups"]:
+            written = group["patterns"] == ["{x}"]
+            for pattern in group["patterns"]:
+                for value in group["values"]:
+                    yield written, pattern.replace("{x}", value)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: the training seeds cannot be read ({error}).") from error
 
