@@ -56,10 +56,10 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         measured = [p.text for path in (TARGETS[NAME].prompt_file, TARGETS[NAME].calibration_file) for p in load_prompts(path)]
         made, sampled = prepare.training_texts, prepare.own_prompts
 
-        def watched(own: list[str], chat: bool, seeds: Path, seed: int) -> list[str]:
+        def watched(own: list[str], seeds: Path, seed: int) -> list[str]:
             seen.append(seeds)
             assert not set(own) & set(measured), "the target wrote a prompt itself, and it is not trained on"
-            return made(own, chat, seeds, seed)
+            return made(own, seeds, seed)
 
         patch.setattr(prepare, "training_texts", watched)
         patch.setattr(prepare, "own_prompts", lambda *arguments: [*sampled(*arguments), *measured])

@@ -174,25 +174,23 @@ def test_held_out_prompts_are_trained_on_in_no_form(tmp_path: Path) -> None:
     assert hold_out(dict(sorted(own.items())), 10) == held_out != sorted(own)[:10], "no order of the texts decides"
     kept = [text for text in own if text not in held_out]
     seeds = tmp_path / "seeds.json"
-    seeds.write_text(json.dumps({"groups": [], "around_own_prompts": ["Answer: {x}!"]}), encoding="utf-8")
-    texts = training_texts(kept, True, seeds, 0)
-    assert sorted(texts) == sorted([*kept, *(f"Answer: {text}!" for text in kept)])
-    assert training_texts(kept, False, seeds, 0) == kept
+    seeds.write_text(json.dumps({"groups": []}), encoding="utf-8")
+    assert training_texts(kept, seeds, 0) == kept
 
 
 def test_written_requests_are_asked_as_they_are_and_one_held_out_comes_back_in_no_form(tmp_path: Path) -> None:
     seeds = tmp_path / "seeds.json"
     groups = [{"patterns": ["{x}"], "values": ["write a", "write b"]}, {"patterns": ["Why {x}?"], "values": ["c"]}]
-    seeds.write_text(json.dumps({"groups": groups, "around_own_prompts": ["Answer: {x}!"]}), encoding="utf-8")
-    assert training_texts(["own", "write a"], True, seeds, 0) == ["own", "write a", "Answer: own!", "Why c?"]
+    seeds.write_text(json.dumps({"groups": groups}), encoding="utf-8")
+    assert training_texts(["own", "write a"], seeds, 0) == ["own", "write a", "Why c?"]
 
 
 def test_seeds_are_at_most_half_as_many_as_own_prompts(tmp_path: Path) -> None:
     seeds = tmp_path / "seeds.json"
     groups = [{"patterns": ["{x}?"], "values": [str(number) for number in range(3000)]}]
-    seeds.write_text(json.dumps({"groups": groups, "around_own_prompts": []}), encoding="utf-8")
-    assert len(training_texts([f"own {n}" for n in range(4000)], True, seeds, 0)) == 6000
-    assert len(training_texts([], True, seeds, 0)) == 1000
+    seeds.write_text(json.dumps({"groups": groups}), encoding="utf-8")
+    assert len(training_texts([f"own {n}" for n in range(4000)], seeds, 0)) == 6000
+    assert len(training_texts([], seeds, 0)) == 1000
 
 
 def test_the_draft_vocabulary_holds_the_most_frequent_answer_tokens(tmp_path: Path) -> None:

@@ -70,14 +70,6 @@ def _filled(path: Path) -> Iterator[tuple[bool, str]]:
         raise UserError(f"{path}: the training seeds cannot be read ({error}).") from error
 
 
-def around_own_prompts(path: Path) -> list[str]:
-    """Patterns of a training file that ask for something about a prompt `{x}` which the target wrote itself."""
-    try:
-        return list(json.loads(path.read_bytes().decode("utf-8-sig"))["around_own_prompts"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: the patterns around own prompts cannot be read ({error}).") from error
-
-
 def not_held_out(texts: Sequence[str], held_out: Sequence[Prompt]) -> list[str]:
     """`texts` without those that are one of the held-out prompts, whatever their case, spacing or punctuation."""
     kept_apart = {_key(prompt.text) for prompt in held_out}

@@ -39,6 +39,7 @@ from dflash_mini_lab.targets.lean_build import unsupported_reason
 from dflash_mini_lab.targets.library_target import LibraryDecoder
 from dflash_mini_lab.targets.loading import LoadedTarget, load_target
 from dflash_mini_lab.targets.weights import fetch
+from dflash_mini_lab.training.allocator import keep_freed_memory
 from dflash_mini_lab.training.blocks import choose_draft_vocabulary
 from dflash_mini_lab.training.features import ComputedFeatures
 from dflash_mini_lab.training.heads import add_heads
@@ -73,6 +74,7 @@ def prepare(settings: Settings) -> Path:
     if settings.prepare_minutes:
         recipe = replace(recipe, minutes=settings.prepare_minutes)
     say = print
+    keep_freed_memory()
     where = fetch(entry, settings.cache, say)
     if settings.cpu_threads:
         torch.set_num_threads(settings.cpu_threads)
@@ -187,7 +189,7 @@ def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: R
 
     prompts = encoded([*own, *written_requests(entry.training_file)])
     held_out = {text: prompts.pop(text) for text in hold_out(prompts, recipe.held_out_prompts)}
-    prompts = encoded(training_texts(list(prompts), loaded.prompt_format == "chat", entry.training_file, recipe.seed))
+    prompts = encoded(training_texts(list(prompts), entry.training_file, recipe.seed))
     rows = _batch(decoder, recipe, max(map(len, (*prompts.values(), *held_out.values())), default=1))
     order = random.Random(recipe.seed)
     answers = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from dflash_mini_lab.prompts import around_own_prompts, training_seeds, written_requests
+from dflash_mini_lab.prompts import training_seeds, written_requests
 from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.library_target import LibraryDecoder
 from dflash_mini_lab.targets.loading import LoadedTarget
@@ -24,8 +24,6 @@ SHORTEST = 12
 """Characters; shorter texts are greetings and fragments."""
 HELD_OUT_BATCH = 16
 """Held-out prompts of one length."""
-REQUESTS = 1
-"""Requests about each prompt of the target's own: they vary the answers for no sampling."""
 FEWEST_SEEDS = 1000
 """A drafter learns the seeds' patterns by heart: there are at most half as many seeds as own prompts, or this many."""
 PLACE = "\u241f"
@@ -84,19 +82,13 @@ def hold_out(prompts: Mapping[str, Sequence[int]], most: int) -> list[str]:
     return chosen
 
 
-def training_texts(prompts: Sequence[str], chat: bool, seeds: Path, seed: int) -> list[str]:
-    """`prompts`, those that the target wrote itself and the file's written ones; for a chat target its own again inside REQUESTS
-    requests about them; and some of the file's filled patterns."""
-    order = random.Random(seed)
-    frames = around_own_prompts(seeds) if chat else []
+def training_texts(prompts: Sequence[str], seeds: Path, seed: int) -> list[str]:
+    """`prompts`, those that the target wrote itself and the file's written ones, and some of the file's filled patterns."""
     written = set(written_requests(seeds))
-    own = [text for text in prompts if text not in written]
-    framed = [
-        frame.replace("{x}", text) for text in own for frame in order.sample(frames, min(REQUESTS, len(frames)))
-    ]
+    own = sum(text not in written for text in prompts)
     patterns = [text for text in training_seeds(seeds) if text not in written]
-    order.shuffle(patterns)
-    return [*prompts, *framed, *patterns[: max(len(own) // 2, FEWEST_SEEDS)]]
+    random.Random(seed).shuffle(patterns)
+    return [*prompts, *patterns[: max(own // 2, FEWEST_SEEDS)]]
 
 
 def _whole_sentences(text: str) -> str:

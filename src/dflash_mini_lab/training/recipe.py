@@ -65,7 +65,7 @@ ON_CUDA: dict[str, Any] = {
 }
 """What a GPU changes in any recipe; an estimate, not yet tried on one. Batches must be large to keep it busy. An anchor costs
 about a hundredth of its sequence's features, so half of an answer's tokens are anchors. An own prompt is sampled in less time
-than it takes to answer it, alone and in two requests about it."""
+than it takes to answer it twice."""
 
 
 def recipe_for(target: str, device: str) -> Recipe:
