@@ -411,7 +411,7 @@ def _linear_plans() -> list[dict[str, Any]]:
         {
             "out_features": rows,
             "in_features": columns,
-            "storage": "prepacked",
+            "storage": "oneDNN prepacked",
             "gigabytes_per_second": {"1": fast, "2": fast - 1, "6": fast - 2, "8": fast - 4},
             "stock_gigabytes_per_second": {"1": stock, "2": stock / 2, "6": stock * 0.6, "8": stock * 0.7},
         }

@@ -32,7 +32,7 @@ from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.drafters import block
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, save_checkpoint
 from dflash_mini_lab.methods import METHODS, by_key
-from dflash_mini_lab.packed_linear import PACKED, PackedLinear, stock_plan
+from dflash_mini_lab.packed_linear import PLAIN, PackedLinear, stock_plan
 from dflash_mini_lab.report.verdict import verdict
 from dflash_mini_lab.settings import ABLATIONS, Settings
 from dflash_mini_lab.targets import lean_build
@@ -244,7 +244,7 @@ def test_stock_layers_are_neither_measured_nor_packed(model: tuple[Path, Path], 
     packed: list[bool] = []
     honest = PackedLinear.__init__
     monkeypatch.setattr(
-        PackedLinear, "__init__", lambda self, w, b, plan: (packed.append(plan.storage == PACKED), honest(self, w, b, plan))[1]
+        PackedLinear, "__init__", lambda self, w, b, plan: (packed.append(plan.storage != PLAIN), honest(self, w, b, plan))[1]
     )
     asked = Settings(target=str(model[0]), artifact_dir=model[1], ablate=("stock-linear",))
     engine = load_model(asked, print).build(64)

@@ -10,13 +10,16 @@ from transformers import AutoModelForCausalLM
 
 from dflash_mini_lab.packed_linear import (
     MEASURED_ROWS,
-    PACKED,
+    ONEDNN,
+    PLAIN,
+    PREPACKED,
+    WAYS,
     LinearPlan,
     PackedLinear,
     measure_plan,
-    packed_storage_works,
     padded_rows,
     stock_plan,
+    storage_works,
 )
 from dflash_mini_lab.targets.lean_build import build_lean_decoder, unsupported_reason
 from dflash_mini_lab.targets.lean_target import LeanTarget
@@ -79,34 +82,51 @@ def test_a_sequence_past_the_cache_or_the_position_table_is_refused() -> None:
         decoder.forward(torch.zeros(1, 5, dtype=torch.long), decoder.new_cache(4))
 
 
+@pytest.mark.parametrize("storage", PREPACKED)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33])
-def test_every_way_to_run_a_packed_weight_equals_the_plain_product(rows: int, bias: bool) -> None:
-    if not packed_storage_works(torch.float32, torch.device("cpu")):
-        pytest.skip("this machine's PyTorch has no prepacked product")
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (960, 576)])
+def test_every_way_to_run_a_packed_weight_equals_the_plain_product(
+    outputs: int, inputs: int, rows: int, bias: bool, storage: str
+) -> None:
+    if not storage_works(storage, torch.float32, torch.device("cpu")):
+        pytest.skip(f"this machine's PyTorch has no {storage} product")
     generator = torch.Generator().manual_seed(rows)
-    weight, x = torch.randn(48, 64, generator=generator), torch.randn(1, rows, 64, generator=generator)
-    b = torch.randn(48, generator=generator) if bias else None
+    weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(1, rows, inputs, generator=generator)
+    b = torch.randn(outputs, generator=generator) if bias else None
     expected = torch.nn.functional.linear(x, weight, b)
-    for plan in (stock_plan(weight), LinearPlan(48, 64, PACKED)):
-        torch.testing.assert_close(PackedLinear(weight, b, plan)(x), expected, rtol=0, atol=1e-4)
+    for plan in (stock_plan(weight), LinearPlan(outputs, inputs, storage)):
+        torch.testing.assert_close(PackedLinear(weight, b, plan)(x), expected, rtol=0, atol=3e-4)
 
 
 def test_a_plan_says_what_it_chose_and_reached_at_every_measured_row_count() -> None:
     weight = torch.randn(96, 64)
     plan = measure_plan([weight], repeats=1)
     facts = plan.as_json()
-    assert facts["storage"] in ("plain", "prepacked")
-    measured = {str(rows) for rows in MEASURED_ROWS} if packed_storage_works(torch.float32, weight.device) else set()
+    usable = [storage for storage in PREPACKED if storage_works(storage, torch.float32, weight.device)]
+    assert facts["storage"] in (PLAIN, *usable)
+    measured = {str(rows) for rows in MEASURED_ROWS} if usable else set()
     assert set(facts["gigabytes_per_second"]) == set(facts["stock_gigabytes_per_second"]) == measured
+
+
+@pytest.mark.parametrize("fastest", [PLAIN, *PREPACKED])
+def test_the_storage_with_the_smallest_summed_time_is_kept(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_mini_lab.packed_linear.storage_works", lambda *_: True)
+    seconds = {id(WAYS[storage][1]): 1.0 if storage == fastest else 2.0 for storage in (PLAIN, *PREPACKED)}
+    monkeypatch.setattr("dflash_mini_lab.packed_linear._median_seconds", lambda product, *_: seconds[id(product)])
+    identical = {storage: (lambda weight: weight, product) for storage, (_, product) in WAYS.items()}
+    monkeypatch.setattr("dflash_mini_lab.packed_linear.WAYS", identical)
+    plan = measure_plan([torch.zeros(8, 4)])
+    assert plan.storage == fastest
+    assert plan.gigabytes_per_second[1] == pytest.approx(plan.stock_gigabytes_per_second[1] * (1 if fastest == PLAIN else 2))
 
 
 def test_a_row_count_is_padded_where_the_summed_products_are_faster() -> None:
     slow_single = dict.fromkeys(MEASURED_ROWS, 20.0) | {4: 40.0}
     even = dict.fromkeys(MEASURED_ROWS, 20.0)
-    plans = [(LinearPlan(100, 100, PACKED, slow_single, even), 3), (LinearPlan(10, 10, PACKED, even, even), 1)]
+    plans = [(LinearPlan(100, 100, ONEDNN, slow_single, even), 3), (LinearPlan(10, 10, ONEDNN, even, even), 1)]
     assert padded_rows(plans) == {1: 4, 2: 4, 3: 4}
-    assert padded_rows([(LinearPlan(100, 100, PACKED, even, even), 1)]) == {}
+    assert padded_rows([(LinearPlan(100, 100, ONEDNN, even, even), 1)]) == {}
     assert padded_rows([*plans, (stock_plan(torch.zeros(4, 4)), 1)]) == {}, "nothing measured, nothing padded"
 
 

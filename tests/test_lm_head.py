@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_mini_lab.packed_linear import PACKED, PLAIN, SCREENED, LinearPlan, PackedLinear, screen_plan
+from dflash_mini_lab.packed_linear import ONEDNN, PLAIN, SCREENED, LinearPlan, PackedLinear, screen_plan
 from dflash_mini_lab.targets.lm_head import FullHead, ScreenedHead
 
 VOCABULARY, HIDDEN = 300, 64
@@ -53,10 +53,10 @@ def test_equal_logits_go_to_the_lowest_id_and_padded_rows_to_none() -> None:
 
 def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(8, 4)
-    plan = LinearPlan(8, 4, PACKED, {1: 10.0, 2: 10.0}, {1: 5.0, 2: 5.0})
+    plan = LinearPlan(8, 4, ONEDNN, {1: 10.0, 2: 10.0}, {1: 5.0, 2: 5.0})
 
     def measured(rate: float) -> None:
-        found = LinearPlan(8, 4, PACKED, {1: rate, 2: rate}, {1: 1.0, 2: 1.0})
+        found = LinearPlan(8, 4, ONEDNN, {1: rate, 2: rate}, {1: 1.0, 2: 1.0})
         monkeypatch.setattr("dflash_mini_lab.packed_linear.measure_plan", lambda weights: found)
 
     measured(4.0)

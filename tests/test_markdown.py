@@ -62,10 +62,10 @@ def test_phases_and_shares_are_those_of_the_results() -> None:
 def test_rates_stand_before_the_stock_products_and_a_run_without_plans_says_so() -> None:
     benchmark = copy.deepcopy(SAMPLE)
     rates, stock = {"1": 20.0, "3": 1.0, "8": 30.0}, {"1": 10.0, "3": 1.0, "8": 5.0}
-    plan = {"out_features": 8, "in_features": 4, "storage": "prepacked"}
+    plan = {"out_features": 8, "in_features": 4, "storage": "oneDNN prepacked"}
     benchmark["linear_plans"] = [{**plan, "gigabytes_per_second": rates, "stock_gigabytes_per_second": stock}]
     assert lines("plans", benchmark)[:3] == [
-        "| weights | stored | 1 row | 8 rows |", "|---|---|---|---|", "| 8 × 4 | prepacked | 20.0 / 10.0 | 30.0 / 5.0 |"
+        "| weights | stored | 1 row | 8 rows |", "|---|---|---|---|", "| 8 × 4 | oneDNN prepacked | 20.0 / 10.0 | 30.0 / 5.0 |"
     ]  # fmt: skip
     for plans in ([], [{**plan, "storage": "plain", "gigabytes_per_second": {}, "stock_gigabytes_per_second": {}}]):
         benchmark["linear_plans"] = plans
@@ -77,7 +77,7 @@ def test_the_head_is_the_tallest_weight_on_the_hidden_state() -> None:
     benchmark = copy.deepcopy(SAMPLE)
     benchmark["target"] |= {"hidden_size": 500, "dtype": "float32"}
     rates = {"gigabytes_per_second": {"1": 20.0}, "stock_gigabytes_per_second": {"1": 10.0}}
-    shapes = ((100_000, 500, "bfloat16 screen"), (500, 500, "prepacked"), (200_000, 9, "prepacked"))
+    shapes = ((100_000, 500, "bfloat16 screen"), (500, 500, "oneDNN prepacked"), (200_000, 9, "oneDNN prepacked"))
     benchmark["linear_plans"] = [{"out_features": out, "in_features": into, "storage": way, **rates} for out, into, way in shapes]
     assert lines("head", benchmark) == [
         "In this run the LM head of 100,000 × 500 was screened in bfloat16. When the layers were planned, "

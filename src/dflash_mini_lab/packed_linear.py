@@ -1,8 +1,8 @@
 """Linear layers for few rows: measure the ways this machine has, keep the fastest, say which.
 
 A verifier call multiplies 1 … 16 rows by every weight of the model, so its time is the time to *read* the weights.
-Stock small-row products reach a third of the memory bandwidth; oneDNN's prepacked ones (the operators that
-PyTorch's own inductor emits) come close to it. Which is best depends on the machine, so it is measured at load.
+Stock small-row products reach a third of the memory bandwidth on many machines; oneDNN's and MKL's prepacked ones (the
+operators that PyTorch's own inductor emits) come close to it. Which is best depends on the machine, so it is measured at load.
 Nothing here knows about models, caches or decoding.
 """
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch import Tensor
 
 MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 PACK_ROWS_HINT = 8
-"""Row count that oneDNN packs for. Packing for 8 was the fastest at every row count from 1 to 16 (docs/lab-log.md)."""
+"""Row count that weights are packed for. oneDNN's were the fastest at every row count from 1 to 16 when packed for 8, and MKL's
+differ little (docs/lab-log.md); either may be used for any number of rows."""
 PADDING_COST = 1.02
 BYTES_TO_DEFEAT_CACHE = 96 * 2**20
 MOST_COPIES = 64
 """Of one weight: a model whose weights are smaller than this makes them sits in cache when it runs, too."""
-PLAIN, PACKED, SCREENED = "plain", "prepacked", "bfloat16 screen"
+PLAIN, ONEDNN, MKL, SCREENED = "plain", "oneDNN prepacked", "MKL prepacked", "bfloat16 screen"
 """How weights are stored. A screened LM head reads a bfloat16 copy to find the few rows worth an exact product (lm_head.py)."""
+PREPACKED = (ONEDNN, MKL)
 
 
 @dataclass(frozen=True)
@@ -75,53 +77,54 @@ def padded_rows(plans: Sequence[tuple[LinearPlan, int]]) -> dict[int, int]:
 class PackedLinear:
     """`x [..., in] → x Wᵀ + b [..., out]` by a plan. Holds one copy of the weight, in the plan's storage."""
 
-    __slots__ = ("bias", "packed", "weight")
+    __slots__ = ("bias", "product", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> None:
-        self.bias, self.packed = bias, plan.storage == PACKED
-        self.weight = _pack(weight) if self.packed else weight
+        pack, self.product = WAYS[plan.storage]
+        self.weight, self.bias = pack(weight), bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (_prepacked if self.packed else F.linear)(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
-def packed_storage_works(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's prepacked product exists here for `dtype`; where it does not, stock is the answer."""
+def storage_works(storage: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether PyTorch has that prepacked product here for `dtype`; where it has none, stock is the answer."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
+    pack, product = WAYS[storage]
     try:
         generator = torch.Generator().manual_seed(0)  # the same answer in every run
         weight = torch.randn(16, 32, generator=generator).to(dtype)
         x = torch.randn(4, 32, generator=generator).to(dtype)
-        return torch.allclose(_prepacked(x, _pack(weight), None), F.linear(x, weight), rtol=0.02, atol=0.05)
+        return torch.allclose(product(x, pack(weight), None), F.linear(x, weight), rtol=0.02, atol=0.05)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
 
 
-def measure_plan(weights: list[Tensor], repeats: int = 5) -> LinearPlan:
+def measure_plan(weights: list[Tensor], repeats: int = 3) -> LinearPlan:
     """Time stock and prepacked products on `weights` (same shape; copies are added until they cannot sit in cache).
 
-    One copy of a weight serves every row count, so the storage with the smaller time summed over MEASURED_ROWS is kept.
+    One copy of a weight serves every row count, so the storage with the smallest time summed over MEASURED_ROWS is kept.
     """
     first = weights[0]
     outputs, inputs = first.shape
-    if not packed_storage_works(first.dtype, first.device):
+    prepacked = [storage for storage in PREPACKED if storage_works(storage, first.dtype, first.device)]
+    if not prepacked:
         return stock_plan(first)
     size = first.numel() * first.element_size()
     count = max(1, min(MOST_COPIES, -(-BYTES_TO_DEFEAT_CACHE // size)))
     sample = [*weights[:count], *(first.clone() for _ in range(count - len(weights)))]
-    packed = [_pack(weight) for weight in sample]
-    stock_seconds, packed_seconds = {}, {}
-    for rows in MEASURED_ROWS:
-        x = torch.randn(rows, inputs).to(first.dtype)
-        stock_seconds[rows] = _median_seconds(F.linear, x, sample, repeats)
-        packed_seconds[rows] = _median_seconds(_prepacked, x, packed, repeats)
+    seconds: dict[str, dict[int, float]] = {}
+    for storage in (PLAIN, *prepacked):
+        pack, product = WAYS[storage]
+        stored = [pack(weight) for weight in sample]
+        seconds[storage] = {
+            rows: _median_seconds(product, torch.randn(rows, inputs).to(first.dtype), stored, repeats) for rows in MEASURED_ROWS
+        }
     gigabytes = size * len(sample) / 1e9
-    stock_rate = {rows: gigabytes / seconds for rows, seconds in stock_seconds.items()}
-    packed_rate = {rows: gigabytes / seconds for rows, seconds in packed_seconds.items()}
-    if sum(stock_seconds.values()) <= sum(packed_seconds.values()):
-        return LinearPlan(outputs, inputs, PLAIN, stock_rate, stock_rate)
-    return LinearPlan(outputs, inputs, PACKED, packed_rate, stock_rate)
+    rates = {storage: {rows: gigabytes / taken for rows, taken in found.items()} for storage, found in seconds.items()}
+    fastest = min(seconds, key=lambda storage: sum(seconds[storage].values()))
+    return LinearPlan(outputs, inputs, fastest, rates[fastest], rates[PLAIN])
 
 
 def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
@@ -134,7 +137,7 @@ def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
     coarse = measure_plan([weight.bfloat16()])
     rates = {rows: 2 * rate for rows, rate in coarse.gigabytes_per_second.items()}
     screened = LinearPlan(plan.out_features, plan.in_features, SCREENED, rates, plan.stock_gigabytes_per_second)
-    if coarse.storage != PACKED or sum(map(screened.seconds, rates)) >= sum(map(plan.seconds, rates)):
+    if coarse.storage != ONEDNN or sum(map(screened.seconds, rates)) >= sum(map(plan.seconds, rates)):
         return plan
     return screened
 
@@ -157,19 +160,39 @@ def bfloat16_is_faster(device: torch.device | str = "cpu", rows: int = 256, feat
     return best[torch.bfloat16] < best[torch.float32]
 
 
-def _median_seconds(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor], repeats: int) -> float:
+def _median_seconds(product: Product, x: Tensor, weights: list[Any], repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         for weight in weights:
-            product(x, weight)
+            product(x, weight, None)
         times.append(time.perf_counter() - start)
     return sorted(times[1:])[repeats // 2]
 
 
-def _pack(weight: Tensor) -> Tensor:
+def _pack_onednn(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS_HINT)
 
 
-def _prepacked(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _pack_mkl(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The packed weight, and a tensor of no memory with its shape, which the product asks for."""
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), PACK_ROWS_HINT)
+    return packed, weight.new_empty(1).expand(weight.shape)
+
+
+def _mkl(x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+    rows = x.numel() // x.shape[-1]  # of another number than it is told, the operator takes the stock product
+    return torch.ops.mkl._mkl_linear(x, *weight, bias, rows)
+
+
+Product = Callable[[Tensor, Any, Tensor | None], Tensor]
+WAYS: dict[str, tuple[Callable[[Tensor], Any], Product]] = {
+    PLAIN: (lambda weight: weight, F.linear),
+    ONEDNN: (_pack_onednn, _onednn),
+    MKL: (_pack_mkl, _mkl),
+}
+"""For each storage, how a weight is put into it and the product that reads it."""

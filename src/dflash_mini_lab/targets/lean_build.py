@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import (
     BYTES_TO_DEFEAT_CACHE,
-    PACKED,
+    ONEDNN,
     PLAIN,
     SCREENED,
     LinearPlan,
@@ -129,7 +129,7 @@ def _fused_linears(model: Any) -> Iterator[_Fused]:
 
 def _head(weight: Tensor, bias: Tensor | None, plan: LinearPlan, padded: dict[int, int]) -> LMHead:
     if plan.storage == SCREENED:
-        return ScreenedHead(weight, PackedLinear(weight.bfloat16(), None, LinearPlan(weight.shape[0], weight.shape[1], PACKED)))
+        return ScreenedHead(weight, PackedLinear(weight.bfloat16(), None, LinearPlan(weight.shape[0], weight.shape[1], ONEDNN)))
     return FullHead(PackedLinear(weight, bias, plan), padded)
 
 
