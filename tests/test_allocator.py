@@ -30,7 +30,8 @@ print(given_back, faults())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone can be told")
 def test_a_block_freed_is_not_fetched_from_the_system_again() -> None:
     src = Path(__file__).resolve().parents[1] / "src"
-    found = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(src)})
+    asked = [sys.executable, "-c", FAULTS]
+    found = subprocess.run(asked, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(src)})
     given_back, kept = map(int, found.stdout.split())
     assert given_back > 100
     assert kept < given_back / 10

@@ -120,6 +120,20 @@ def test_a_run_s_minutes_and_memory_are_told_where_they_are_known() -> None:
     assert told.endswith("Its peak memory was not recorded.")
 
 
+def test_each_machine_has_a_column_and_what_it_did_not_run_is_a_dash() -> None:
+    other = copy.deepcopy(SAMPLE)
+    other["machine"]["cpu"], other["settings"]["threads"] = "Another", 1
+    other["results"]["arms"].pop("01")
+    other["arms"] = [arm for arm in other["arms"] if arm["key"] != "01"]
+    text = block("machines", SAMPLE, [other]).splitlines()[1:-1]
+    assert text[0].endswith(" | Another, 1 thread |")
+    assert {line.count("|") for line in text} == {4}
+    (method,) = (line for line in text if line.startswith("| DFlash |"))
+    assert "×" in method
+    assert method.endswith("| – |")
+    assert block("machines", other) != block("machines", SAMPLE)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_an_unfinished_run_has_every_block(name: str) -> None:
     unfinished = interrupt(sample_benchmark(), 0)

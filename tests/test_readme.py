@@ -13,6 +13,8 @@ sys.path.insert(0, str(ROOT / "src"))
 from dflash_mini_lab.report.markdown import BLOCKS, MARK, block, with_blocks  # noqa: E402 - as a script, it must find it itself
 
 RESULTS = ROOT / "docs" / "results" / "smollm2-135m" / "benchmark.json"
+ELSEWHERE = sorted(ROOT.glob("docs/results/smollm2-135m-*/record.json"))
+"""Runs of other machines, condensed."""
 EVERY = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
 DOCUMENTS = [path for path in EVERY if MARK.search(path.read_text(encoding="utf-8"))]
 
@@ -21,11 +23,15 @@ def committed() -> dict[str, Any]:
     return json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
+def elsewhere() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in ELSEWHERE]
+
+
 def test_the_figures_of_every_document_are_those_of_the_committed_benchmark() -> None:
     assert {path.name for path in DOCUMENTS} >= {"README.md", "performance.md"}
     for path in DOCUMENTS:
         text = path.read_text(encoding="utf-8")
-        assert text == with_blocks(text, committed()), f"{path.name}: run python tests/test_readme.py"
+        assert text == with_blocks(text, committed(), elsewhere()), f"{path.name}: run python tests/test_readme.py"
 
 
 def test_another_run_gives_other_blocks() -> None:
@@ -33,7 +39,7 @@ def test_another_run_gives_other_blocks() -> None:
     benchmark["settings"]["tokens"] += 1
     for name in ("results", "run"):
         assert block(name, benchmark) != block(name, committed())
-    for name in ("cost", "economics", "phases", "plans", "head"):
+    for name in ("cost", "machines", "economics", "phases", "plans", "head"):
         assert block(name, slower(committed())) != block(name, committed()), name
 
 
@@ -56,4 +62,5 @@ def test_every_block_is_shown_somewhere() -> None:
 
 if __name__ == "__main__":
     for document in DOCUMENTS:
-        document.write_text(with_blocks(document.read_text(encoding="utf-8"), committed()), encoding="utf-8", newline="\n")
+        text = with_blocks(document.read_text(encoding="utf-8"), committed(), elsewhere())
+        document.write_text(text, encoding="utf-8", newline="\n")

@@ -24,8 +24,9 @@ SHOWN_ROWS = ("1", "2", "4", "6", "8")
 """Row counts of the table of weight-reading rates, of those that were measured."""
 
 
-def with_blocks(document: str, benchmark: Benchmark) -> str:
-    """`document` with the text between each pair of marks made anew; one without marks stays as it is.
+def with_blocks(document: str, benchmark: Benchmark, others: Sequence[Benchmark] = ()) -> str:
+    """`document` with the text between each pair of marks made anew; one without marks stays as it is. `others`: runs of other
+    machines, which the block `machines` sets beside this one.
 
     Raises ValueError for a name that BLOCKS lacks, and for a mark without its partner.
     """
@@ -35,12 +36,13 @@ def with_blocks(document: str, benchmark: Benchmark) -> str:
             raise ValueError(f"there is no block {found['name']!r}; known: {', '.join(BLOCKS)}")
     if len(MARK.findall(document)) != 2 * len(pairs):
         raise ValueError("a block's mark has no partner")
-    return MARKED.sub(lambda found: block(found["name"], benchmark), document)
+    return MARKED.sub(lambda found: block(found["name"], benchmark, others), document)
 
 
-def block(name: str, benchmark: Benchmark) -> str:
+def block(name: str, benchmark: Benchmark, others: Sequence[Benchmark] = ()) -> str:
     """One block between its marks."""
-    return f"<!-- {name}: begin -->\n{BLOCKS[name](benchmark)}\n<!-- {name}: end -->"
+    text = machines(benchmark, *others) if name == "machines" else BLOCKS[name](benchmark)
+    return f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->"
 
 
 def results(benchmark: Benchmark) -> str:
@@ -78,6 +80,31 @@ def cost(benchmark: Benchmark) -> str:
         return "This run has no cost curve."
     lines = [[rows, factor, median, quartiles] for rows, factor, median, quartiles in found["table"]]
     return table(("rows W", "v(W)", "median", "quartiles"), lines) + f"\n\nAfter {found['context']} tokens of context."
+
+
+def machines(*benchmarks: Benchmark) -> str:
+    """A column for each run: its machine and drafter, what a verifier call costs there, and what two methods made of it."""
+    columns = [_machine(benchmark) for benchmark in benchmarks]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    heads = ("", *(f"{run['machine']['cpu']}, {plural(run['settings']['threads'], 'thread')}" for run in benchmarks))
+    return table(heads, [[name, *(column.get(name, "–") for column in columns)] for name in names])
+
+
+def _machine(benchmark: Benchmark) -> dict[str, str]:
+    curve = benchmark["verify_cost"] or {"rows": [], "ratio": []}
+    ratios = dict(zip(curve["rows"], curve["ratio"], strict=True))
+    files = dig(benchmark, "drafter", "files", default=[])
+    drafter = next((file["sha256"][:8] for file in files if file["name"] == "model.safetensors"), "–")
+    rows = {row.key: row for row in rank(benchmark)}
+    facts = {"lab, drafter": f"{benchmark['lab_version']}, {drafter}", "00, tok/s": fixed(rows["00"].speed, 1)}
+    if "generate" in rows:
+        facts["transformers generate"] = times(rows["generate"].mean)
+    facts |= {f"v({width})": times(ratios.get(width)) for width in (3, 6, 8)}
+    facts["draft cost c"] = fixed(dig(benchmark, "results", "arms", "01", "draft_cost"), 3)
+    for row in (rows[key] for key in ("01", "15") if key in rows):
+        facts[row.name] = f"{times(row.mean)} {interval(row.low, row.high)}".strip()
+        facts[f"{row.name}: W, τ"] = f"{row.width or '–'}, {fixed(row.tau)}"
+    return facts
 
 
 def phases(benchmark: Benchmark) -> str:
@@ -193,6 +220,7 @@ BLOCKS: dict[str, Callable[[Benchmark], str]] = {
     "results": results,
     "run": run_facts,
     "cost": cost,
+    "machines": machines,
     "phases": phases,
     "economics": economics,
     "plans": plans,

@@ -25,6 +25,7 @@ from dflash_mini_lab.targets.lean import (
     bring_forward,
     chain_inputs,
     convolve,
+    layer_views,
     merge,
     project,
 )
@@ -39,25 +40,20 @@ WARM_UPS = 3
 class StaticState:
     """One sequence's state at fixed addresses, for steps of up to `widest` rows.
 
-    Attention: `keys/values[i] [1, kv_heads, positions, head_dim]`, positions ≥ capacity. Convolution:
-    `windows[i] [1, taps - 1 + widest, hidden]`: the last inputs before the newest step, followed by that step's rows, as in
-    LeanCache. The next step finds the inputs before it `kept` rows further on, so that rolling back moves two numbers.
+    Attention: `memory` and its `keys/values[i]` as in LeanCache, of a batch of 1 and positions ≥ capacity. Convolution:
+    `windows[i] [1, taps - 1 + widest, hidden]`: the last inputs before the newest step, followed by that step's rows, as there
+    too. The next step finds the inputs before it `kept` rows further on, so that rolling back moves two numbers.
     """
 
     def __init__(self, decoder: LeanDecoder, capacity: int, widest: int) -> None:
         self.capacity, self.widest = capacity, widest
         self.length = self.kept = self.last_rows = 0
         self._leases = 0
-        empty = decoder.new_cache(1)
-        positions = -(-capacity // ALIGNMENT) * ALIGNMENT
-        self.history = empty.history
-        like = decoder.embedding
-        self.device = like.device
-
-        def stored(keys: dict[int, Tensor]) -> dict[int, Tensor]:
-            return {index: like.new_zeros(1, key.shape[1], positions, key.shape[3]) for index, key in keys.items()}
-
-        self.keys, self.values = stored(empty.keys), stored(empty.values)
+        empty, like = decoder.new_cache(1), decoder.embedding
+        self.attending, self.history, self.device = empty.attending, empty.history, like.device
+        *outer, _, head_dim = empty.memory.shape
+        self.memory = like.new_zeros(*outer, -(-capacity // ALIGNMENT) * ALIGNMENT, head_dim)
+        self.keys, self.values = layer_views(self.memory, self.attending)
         self.windows = {index: like.new_zeros(1, self.history + widest, like.shape[1]) for index in empty.inputs}
         self.start_of_windows = empty.inputs
 
@@ -77,7 +73,7 @@ class StaticState:
 
     def prefill_cache(self) -> LeanCache:
         """An empty cache for the decoder's own forward pass, whose keys and values are these."""
-        return LeanCache(0, self.capacity, self.keys, self.values, dict(self.start_of_windows), self.history)
+        return LeanCache(0, self.capacity, self.memory, self.attending, dict(self.start_of_windows), self.history)
 
     def adopt(self, cache: LeanCache) -> None:
         """Go on from a prefill in `prefill_cache()`, of which every row was kept."""
@@ -91,9 +87,9 @@ class StaticState:
 
     def gather(self, rows: Tensor) -> None:
         """Bring `rows [n]` of the last step, in ascending order, to the first places of that step, for `keep(n)`."""
-        start = self.length - self.last_rows
-        for store, dim, first in ((self.keys, 2, start), (self.values, 2, start), (self.windows, 1, self.history)):
-            bring_forward(store.values(), dim, first, rows)
+        bring_forward(self.memory, 4, self.length - self.last_rows, rows)
+        for window in self.windows.values():
+            bring_forward(window, 1, self.history, rows)
 
     def keep(self, rows: int) -> None:
         """Keep the first `rows` rows of the last step (0 … all) and forget the others."""
@@ -138,7 +134,7 @@ class CapturedStep:
         self.greedy = torch.zeros(rows, dtype=torch.int64, device=device)
         self.features = like.new_zeros(rows, len(self.taps) * like.shape[1])
         self.logits = like.new_zeros(rows, vocabulary)
-        positions = next(iter(state.keys.values())).shape[2] if state.keys else ALIGNMENT
+        positions = state.memory.shape[4]
         self._rows = torch.arange(rows, device=device)
         self._columns = torch.arange(positions, device=device)
         self._open = like.new_zeros(rows, positions)

@@ -85,19 +85,25 @@ class TreeRows:
 
 @dataclass
 class LeanCache:
-    """Per-layer state of `batch` sequences of one common `length`.
+    """State of `batch` sequences of one common `length`.
 
-    Attention: `keys/values[i] [batch, kv_heads, capacity, head_dim]`. Convolution: `inputs[i] [batch, taps - 1 + rows, hidden]`,
-    the last inputs before the newest call followed by that call's rows, so that `keep` can step back inside it.
+    Attention: `memory [attention layers, 2, batch, kv_heads, capacity, head_dim]`, keys and values of the layers `attending`, of
+    which `keys/values[i]` are views. Convolution: `inputs[i] [batch, taps - 1 + rows, hidden]`, the last inputs before the newest
+    call followed by that call's rows, so that `keep` can step back inside it.
     """
 
     length: int
     capacity: int
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
+    memory: Tensor
+    attending: tuple[int, ...]
     inputs: dict[int, Tensor]
     history: int
     last_rows: int = 0
+    keys: dict[int, Tensor] = field(init=False)
+    values: dict[int, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys, self.values = layer_views(self.memory, self.attending)
 
     def keep(self, rows: int) -> None:
         """Keep the first `rows` of the last call's rows (0 … all) and forget the others."""
@@ -110,22 +116,27 @@ class LeanCache:
 
     def gather(self, rows: Tensor) -> None:
         """Bring `rows [n]` of the last call, in ascending order, to the first places of that call, for `keep(n)`."""
-        start = self.length - self.last_rows
-        for store, dim, first in ((self.keys, 2, start), (self.values, 2, start), (self.inputs, 1, self.history)):
-            bring_forward(store.values(), dim, first, rows)
+        bring_forward(self.memory, 4, self.length - self.last_rows, rows)
+        for window in self.inputs.values():
+            bring_forward(window, 1, self.history, rows)
 
     def select(self, sequences: Tensor) -> None:
         """Make a batch of the given sequences (indices `[n]`, repeats allowed)."""
-        for store in (self.keys, self.values, self.inputs):
-            for index in store:
-                store[index] = store[index].index_select(0, sequences)
+        self.memory = self.memory.index_select(2, sequences)
+        self.keys, self.values = layer_views(self.memory, self.attending)
+        for index, window in self.inputs.items():
+            self.inputs[index] = window.index_select(0, sequences)
 
 
-def bring_forward(stores: Iterable[Tensor], dim: int, first: int, rows: Tensor) -> None:
-    """In every one of `stores`, what stands `rows [n]` places behind `first` along `dim` moves to the places from `first` on."""
-    there = first + rows
-    for stored in stores:
-        stored.narrow(dim, first, len(rows)).copy_(stored.index_select(dim, there))
+def layer_views(memory: Tensor, attending: Iterable[int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Keys and values by layer, `[batch, kv_heads, positions, head_dim]` each."""
+    parts = dict(zip(attending, memory, strict=True))
+    return {index: part[0] for index, part in parts.items()}, {index: part[1] for index, part in parts.items()}
+
+
+def bring_forward(stored: Tensor, dim: int, first: int, rows: Tensor) -> None:
+    """What stands `rows [n]` places behind `first` along `dim` moves to the places from `first` on."""
+    stored.narrow(dim, first, len(rows)).copy_(stored.index_select(dim, first + rows))
 
 
 @dataclass
@@ -160,16 +171,13 @@ class LeanDecoder:
         """An empty cache for sequences of up to `capacity` tokens. Raises ValueError past the position table."""
         if capacity > len(self.rotation):
             raise ValueError(f"{capacity} positions asked for, the model has {len(self.rotation)}")
-        cache = LeanCache(0, capacity, {}, {}, {}, self.history)
-        for index, layer in enumerate(self.layers):
-            mixer = layer.mixer
-            if isinstance(mixer, Attention):
-                shape = (batch, mixer.kv_heads, capacity, mixer.head_dim)
-                cache.keys[index] = self.embedding.new_zeros(shape)
-                cache.values[index] = self.embedding.new_zeros(shape)
-            else:
-                cache.inputs[index] = self.embedding.new_zeros(batch, cache.history, self.hidden_size)
-        return cache
+        attending = {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
+        like = next(iter(attending.values()), None)
+        shape = (like.kv_heads, capacity, like.head_dim) if like else (0, capacity, 0)
+        memory = self.embedding.new_zeros(len(attending), 2, batch, *shape)
+        convolving = [index for index in range(len(self.layers)) if index not in attending]
+        inputs = {index: self.embedding.new_zeros(batch, self.history, self.hidden_size) for index in convolving}
+        return LeanCache(0, capacity, memory, tuple(attending), inputs, self.history)
 
     def forward(
         self, ids: Tensor, cache: LeanCache, taps: Sequence[int] = (), tree: Tensor | None = None

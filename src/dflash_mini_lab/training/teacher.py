@@ -131,8 +131,7 @@ def rows_that_fit(decoder: LeanDecoder, positions: int, free_bytes: int) -> int:
     """Sequences of `positions` tokens that a batch can have in half of `free_bytes`: their cache, the activations of a prompt's
     pass (counted as ACTIVATIONS hidden states a token) and the float32 logits of a step, at least 1."""
     cache = decoder.new_cache(positions)
-    stores = [tensor for store in (cache.keys, cache.values, cache.inputs) for tensor in store.values()]
-    row = sum(tensor.numel() * tensor.element_size() for tensor in stores)
+    row = sum(stored.numel() * stored.element_size() for stored in (cache.memory, *cache.inputs.values()))
     row += positions * decoder.hidden_size * decoder.embedding.element_size() * ACTIVATIONS + len(decoder.embedding) * 4 * LOGITS
     return max(1, free_bytes // 2 // row)
 
