@@ -92,7 +92,7 @@ def test_a_drafter_is_trained_for_a_model_that_runs_through_the_library(
 ) -> None:
     monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
     folder = save_family(tmp_path / "model", family_config("gemma3", vocab_size=TOKENS + 18))
-    assert cli.main(["--target", str(folder), "--prepare", "--prepare-minutes", "0.05", "--cpu-threads", "1"]) == 0
+    assert cli.main(["--target", str(folder), "--prepare", "--prepare-minutes", "0.15", "--cpu-threads", "1"]) == 0
     words = ["--target", str(folder), "--methods", "01,02", "--prompts", str(tmp_path / "prompts.txt"), "--tokens", "16"]
     words += ["--repeats", "1", "--calibration-prompt-limit", "0", "--cpu-threads", "1"]
     assert cli.main([*words, "--output-dir", str(tmp_path / "out")]) == 0

@@ -63,7 +63,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
         patch.setattr(prepare, "training_texts", watched)
         patch.setattr(prepare, "own_prompts", lambda *arguments: [*sampled(*arguments), *measured])
-        assert cli.main(["--target", NAME, "--prepare", "--prepare-minutes", "0.1", "--cpu-threads", "1"]) == 0
+        assert cli.main(["--target", NAME, "--prepare", "--prepare-minutes", "0.2", "--cpu-threads", "1"]) == 0
         assert seen == [TARGETS[NAME].training_file]
         yield home
 

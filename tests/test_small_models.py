@@ -47,7 +47,7 @@ def test_a_small_model_is_built_prepared_and_exact_under_every_method(
     folder = tmp_path / "small"
     build_small.build(short(family), folder)
     check_what_was_built(folder, family)
-    assert cli.main(["--target", str(folder), "--prepare", "--prepare-minutes", "0.1", "--cpu-threads", "1"]) == 0
+    assert cli.main(["--target", str(folder), "--prepare", "--prepare-minutes", "0.2", "--cpu-threads", "1"]) == 0
     words = ["--target", str(folder), "--prompts", str(folder / "prompts.json"), "--prompt-limit", str(PROMPTS)]
     small = ["--tokens", str(TOKENS), "--repeats", "1", "--calibration-prompt-limit", "1", "--calibration-tokens", "8"]
     assert cli.main([*words, *small, "--cpu-threads", "1", "--output-dir", str(tmp_path / "out")]) == 0

@@ -163,7 +163,7 @@ def test_a_target_without_a_drafter_has_one_trained_and_is_measured(
     refuse_sockets(monkeypatch)
     folder = Path(shutil.copytree(folder, tmp_path / "model"))
     out = tmp_path / "report"
-    words = ["--target", str(folder), "--prepare-minutes", "0.05", "--output-dir", str(out), "--methods", "01", *SMALL]
+    words = ["--target", str(folder), "--prepare-minutes", "0.15", "--output-dir", str(out), "--methods", "01", *SMALL]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert f"There is no drafter for {resolve(str(folder)).name} yet: training one first" in said
@@ -185,13 +185,13 @@ def test_a_target_without_a_drafter_has_one_trained_and_is_measured(
     own = tmp_path / "own"
     own.mkdir()
     (own / "My Notes.txt").write_text("not an artifact")
-    again = ["--target", str(folder), "--prepare", "--prepare-minutes", "0.05", "--artifact-dir", str(own), "--cpu-threads", "1"]
+    again = ["--target", str(folder), "--prepare", "--prepare-minutes", "0.15", "--artifact-dir", str(own), "--cpu-threads", "1"]
     assert cli.main(again) == 0
     assert json.loads((own / "provenance.json").read_text(), parse_constant=pytest.fail)["last_look"]["loss"] is None
     assert cli.main([*words, "--artifact-dir", str(own)]) == 0, "a training that had nothing left to do is as good"
 
     save_tiny_model(folder, layers=5)
-    assert cli.main(["--target", str(folder), "--prepare", "--prepare-minutes", "0.05"]) == 2
+    assert cli.main(["--target", str(folder), "--prepare", "--prepare-minutes", "0.15"]) == 2
     assert "was begun with other" in capsys.readouterr().err
 
 

@@ -181,6 +181,7 @@ def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: R
     decoder = loaded.decoder(LONGEST_SEQUENCE)
     began = time.monotonic() - spent
     own = _own_texts(decoder, loaded, recipe, work / PROMPTS_FILE, began + seconds * recipe.own_prompts_share)
+    spent = time.monotonic() - began
     measured = [prompt for path in (entry.prompt_file, entry.calibration_file) for prompt in load_prompts(path)]
 
     def encoded(texts: Iterable[str]) -> dict[str, list[int]]:
@@ -201,6 +202,7 @@ def collect(loaded: LoadedTarget, entry: Entry, config: DrafterConfig, recipe: R
     judges = [(HELD_OUT, batch, 0) for batch in equal_length_batches(list(held_out.values()), rows, recipe.seed, 1)]
     batches = [batch for pair in zip_longest(answers, judges) for batch in pair if batch]  # both, however little time there is
     taps = config.taps if loaded.device == "cpu" else ()
+    began = time.monotonic() - spent  # reading thousands of requests is no part of a short preparation's time
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", disable=None, desc="answers")
     stops = sorted(loaded.stop_ids)
     for index, (folder, batch, opening) in enumerate(batches):
