@@ -6,16 +6,13 @@ this process. Knows methods by their grids alone; what a setting means is the me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from dflash_mini_lab.measurement.halving import faster_half
 from dflash_mini_lab.measurement.schedule import rotated_orders
 from dflash_mini_lab.types import Decoded, Method
-
-FULL_GRID = 12
-"""Larger grids are halved first: every setting on a few prompts, the best few on all."""
-FIRST_PROMPTS, SURVIVORS = 2, 4
 
 Values = dict[str, float]
 """Settings of one trial."""
@@ -23,17 +20,17 @@ Answer = Callable[[Method, Values, str], Decoded]
 """Decode one calibration prompt, named by its id, with a trial's settings."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trial:
     values: Values
     tokens: int = 0
     rounds: int = 0
     seconds: float = 0.0
     exact: bool = True
-    seen: set[str] = field(default_factory=set)
+    prompts: int = 0
 
-    def add(self, prompt: str, decoded: Decoded, expected: Sequence[int]) -> None:
-        self.seen.add(prompt)
+    def add(self, decoded: Decoded, expected: Sequence[int]) -> None:
+        self.prompts += 1
         self.exact = self.exact and list(decoded.tokens) == list(expected)
         self.tokens += sum(step.committed for step in decoded.steps)
         self.rounds += len(decoded.steps)
@@ -45,15 +42,20 @@ class Trial:
 
     def as_json(self) -> dict[str, Any]:
         tau = self.tokens / self.rounds if self.rounds else None
-        speed, prompts = self.speed, len(self.seen)
-        return {"settings": self.values, "tokens_per_second": speed, "tau": tau, "exact": self.exact, "prompts": prompts}
+        return {
+            "settings": self.values,
+            "tokens_per_second": self.speed,
+            "tau": tau,
+            "exact": self.exact,
+            "prompts": self.prompts,
+        }
 
 
 def calibrate(method: Method, answer: Answer, references: Mapping[str, Sequence[int]], seed: int) -> dict[str, Any] | None:
     """The `calibration.methods` entry of a method: all trials of its grid, and the values chosen.
 
-    `references`: calibration prompt → the tokens every trial must give. None where there is nothing to choose. At most FULL_GRID
-    trials see every prompt.
+    `references`: calibration prompt → the tokens every trial must give. None where there is nothing to choose. Prompt by prompt,
+    in rotated order as the benchmark itself is run, by successive halving.
     """
     if not references or not method.grid:
         return None
@@ -61,28 +63,13 @@ def calibrate(method: Method, answer: Answer, references: Mapping[str, Sequence[
     answer(method, default, next(iter(references)))  # a first call pays for what later ones find warm
     points = [dict(zip(method.grid, values, strict=True)) for values in product(*method.grid.values())]
     trials = [Trial({**default, **point}) for point in points]
-    finalists = trials
-    if len(trials) > FULL_GRID:
-        _run(method, trials, list(references)[:FIRST_PROMPTS], answer, references, seed)
-        finalists = sorted(trials, key=lambda trial: (trial.exact, trial.speed or 0.0), reverse=True)[:SURVIVORS]
-    _run(method, finalists, list(references), answer, references, seed + 1)
-    return {"trials": [trial.as_json() for trial in trials], "chosen": _best(finalists, default)}
-
-
-def _run(
-    method: Method,
-    trials: Sequence[Trial],
-    prompts: Sequence[str],
-    answer: Answer,
-    references: Mapping[str, Sequence[int]],
-    seed: int,
-) -> None:
-    """Every trial on every prompt it has not seen, prompt by prompt in rotated order, as the benchmark itself is run."""
-    names = [str(index) for index in range(len(trials))]
-    for prompt, order in zip(prompts, rotated_orders(names, len(prompts), seed), strict=True):
-        for index in map(int, order):
-            if prompt not in trials[index].seen:
-                trials[index].add(prompt, answer(method, trials[index].values, prompt), references[prompt])
+    left, names = trials, [str(index) for index in range(len(trials))]
+    for (prompt, expected), order in zip(references.items(), rotated_orders(names, len(references), seed), strict=True):
+        for trial in (trials[int(name)] for name in order):
+            if trial in left:
+                trial.add(answer(method, trial.values, prompt), expected)
+        left = faster_half(left)
+    return {"trials": [trial.as_json() for trial in trials], "chosen": _best(left, default)}
 
 
 def _best(trials: Sequence[Trial], default: Values) -> Values:

@@ -1,8 +1,9 @@
 """Linear layers for few rows: measure the ways this machine has, keep the fastest, say which.
 
 A verifier call multiplies 1 … 16 rows by every weight of the model, so its time is the time to *read* the weights.
-Stock small-row products reach a third of the memory bandwidth on many machines; oneDNN's and MKL's prepacked ones (the
-operators that PyTorch's own inductor emits) come close to it. Which is best depends on the machine, so it is measured at load.
+Stock small-row products reach a third of the memory bandwidth on many machines; oneDNN's prepacked one (the operator that
+PyTorch's own inductor emits) and ours (prefetched_linear.py) come closer to it. Which is best depends on the machine, so it is
+measured at load.
 Nothing here knows about models, caches or decoding.
 """
 from __future__ import annotations
@@ -16,17 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_mini_lab.prefetched_linear import Kernel, kernel
+
 MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 PACK_ROWS_HINT = 8
-"""Row count that weights are packed for. oneDNN's were the fastest at every row count from 1 to 16 when packed for 8, and MKL's
-differ little (docs/lab-log.md); either may be used for any number of rows."""
+"""Row count that oneDNN's weights are packed for: they were the fastest at every row count from 1 to 16 when packed for 8
+(docs/lab-log.md), and may be used for any number of rows."""
 PADDING_COST = 1.02
 BYTES_TO_DEFEAT_CACHE = 96 * 2**20
 MOST_COPIES = 64
 """Of one weight: a model whose weights are smaller than this makes them sits in cache when it runs, too."""
-PLAIN, ONEDNN, MKL, SCREENED = "plain", "oneDNN prepacked", "MKL prepacked", "bfloat16 screen"
+PLAIN, ONEDNN, PREFETCHED, SCREENED = "plain", "oneDNN prepacked", "prefetched tiles", "bfloat16 screen"
 """How weights are stored. A screened LM head reads a bfloat16 copy to find the few rows worth an exact product (lm_head.py)."""
-PREPACKED = (ONEDNN, MKL)
+PREPACKED = (ONEDNN, PREFETCHED)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ class PackedLinear:
 
 
 def storage_works(storage: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether PyTorch has that prepacked product here for `dtype`; where it has none, stock is the answer."""
+    """Whether there is that prepacked product here for `dtype`; where there is none, stock is the answer."""
+    if storage == PREFETCHED and (dtype != torch.float32 or kernel() is None):
+        return False
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     pack, product = WAYS[storage]
@@ -178,21 +183,24 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _pack_mkl(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed weight, and a tensor of no memory with its shape, which the product asks for."""
-    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), PACK_ROWS_HINT)
-    return packed, weight.new_empty(1).expand(weight.shape)
+def _pack_prefetched(weight: Tensor) -> tuple[Tensor, int]:
+    return _ours().pack(weight)
 
 
-def _mkl(x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
-    rows = x.numel() // x.shape[-1]  # of another number than it is told, the operator takes the stock product
-    return torch.ops.mkl._mkl_linear(x, *weight, bias, rows)
+def _prefetched(x: Tensor, weight: tuple[Tensor, int], bias: Tensor | None) -> Tensor:
+    return _ours().product(x, weight, bias)
+
+
+def _ours() -> Kernel:
+    if (ours := kernel()) is None:
+        raise NotImplementedError("No prefetched product on this machine.")
+    return ours
 
 
 Product = Callable[[Tensor, Any, Tensor | None], Tensor]
 WAYS: dict[str, tuple[Callable[[Tensor], Any], Product]] = {
     PLAIN: (lambda weight: weight, F.linear),
     ONEDNN: (_pack_onednn, _onednn),
-    MKL: (_pack_mkl, _mkl),
+    PREFETCHED: (_pack_prefetched, _prefetched),
 }
 """For each storage, how a weight is put into it and the product that reads it."""

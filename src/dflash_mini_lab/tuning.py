@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from dflash_mini_lab.measurement import step_log
+from dflash_mini_lab.measurement.halving import faster_half
 from dflash_mini_lab.measurement.schedule import plan
 from dflash_mini_lab.types import Decoded
 
 EVERY_WIDTH_UP_TO = 8
 """Blocks larger than this are tried at powers of two, and whole."""
-FINALISTS = 2
-"""Widths that answer every prompt in every repeat."""
 
 Answer = Callable[[int, str], Decoded]
 """Decode one calibration prompt, named by its id, with a verify width."""
@@ -72,8 +71,8 @@ def tune(
 
     `references`: calibration prompt → the tokens every answer must give. `curve`: the run's `verify_cost`. Scheduled as the
     benchmark is, in (prompt, repeat) cells whose order rotates, after one answer whose time does not count; its text does. By
-    successive halving: after each cell the slower half of the widths still in is out, until FINALISTS are left. The whole block
-    answers every prompt once even if it is out, for the cost model needs its acceptance. `chosen` is None without an exact
+    successive halving, of equal widths the narrower; the whole block answers every prompt once even if it is out, for the cost
+    model needs its acceptance. `chosen` is None without an exact
     trial; `agree` where either choice is missing.
     """
     trials = {width: Trial(width) for width in widths(block_size)}
@@ -86,8 +85,7 @@ def tune(
                 decoded = answer(trial.width, cell.prompt)
                 trial.exact &= list(decoded.tokens) == list(references[cell.prompt])
                 trial.add(cell.prompt, cell.repeat, decoded)
-        left.sort(key=lambda trial: (not trial.exact, -(trial.speed or 0.0), trial.width))
-        left = left[: max(FINALISTS, math.ceil(len(left) / 2))]
+        left = faster_half(left)
     chosen = fastest(left)
     analytic = predict(whole.logs, list(trials), curve, bonus) if whole.exact else None  # a wrong text says nothing of acceptance
     return {

@@ -1,0 +1,216 @@
+"""Our own product of few rows and a float32 weight, which asks for the weight before it is needed. LLVM compiles it at load.
+
+A library's small product waits for memory and computes in turns: on some machines six rows then take 1.4 times as long as one.
+Here the weight lies in tiles of outputs, read from beginning to end, and every step asks for the cache lines that come
+`PREFETCH_BYTES` later, so that reading goes on while the rows are multiplied.
+
+Each sum runs over the inputs in their order, whatever the number of rows: a token's values are the same bits whether it is
+decoded alone or verified in a block.
+"""
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PREFETCH_BYTES = 4096
+CACHE_LINE = 64
+_TO_L2 = 2
+"""LLVM's locality of a prefetch: 3 is into the first cache, 0 past all."""
+
+# The sums of `rows` rows and one tile of outputs: Σ_k x[r, k] · w[k, tile], kept in registers.
+_TILE = """
+define internal void @rows_{rows}(ptr %x, ptr %w, ptr %y, i64 %inputs, i64 %outputs) alwaysinline #0 {{
+start:
+  br label %loop
+loop:
+  %k = phi i64 [0, %start], [%next, %loop]
+  {phis}
+  %skip = mul i64 %k, {tile}
+  %here = getelementptr float, ptr %w, i64 %skip
+  {prefetches}
+  %weights = load {vector}, ptr %here, align {line}
+  {sums}
+  %next = add nuw i64 %k, 1
+  %more = icmp ult i64 %next, %inputs
+  br i1 %more, label %loop, label %end
+end:
+  {stores}
+  ret void
+}}"""
+_PHI = """
+  %old{r} = phi {vector} [zeroinitializer, %start], [%new{r}, %loop]"""
+_PREFETCH = """
+  %line{n} = getelementptr i8, ptr %here, i64 {ahead}
+  call void @llvm.prefetch.p0(ptr %line{n}, i32 0, i32 {locality}, i32 1)"""
+_SUM = """
+  %xskip{r} = mul i64 %inputs, {r}
+  %xplace{r} = add i64 %xskip{r}, %k
+  %xat{r} = getelementptr float, ptr %x, i64 %xplace{r}
+  %x{r} = load float, ptr %xat{r}
+  %first{r} = insertelement {vector} poison, float %x{r}, i64 0
+  %all{r} = shufflevector {vector} %first{r}, {vector} poison, <{tile} x i32> zeroinitializer
+  %new{r} = call {vector} @llvm.fma.v{tile}f32({vector} %all{r}, {vector} %weights, {vector} %old{r})"""
+_STORE = """
+  %yskip{r} = mul i64 %outputs, {r}
+  %yat{r} = getelementptr float, ptr %y, i64 %yskip{r}
+  store {vector} %new{r}, ptr %yat{r}, align 4"""
+
+# One thread's share of a product: its tiles, each with all rows, `most` of them at a time.
+_JOB = ("x", "w", "y", "rows", "inputs", "outputs", "threads")
+_SHARE = """
+define void @share(ptr %job) #0 {{
+start:
+  {loads}
+  %x = inttoptr i64 %x_value to ptr
+  %w = inttoptr i64 %w_value to ptr
+  %y = inttoptr i64 %y_value to ptr
+  %thread32 = call i32 @omp_get_thread_num()
+  %thread = zext i32 %thread32 to i64
+  %thread_after = add i64 %thread, 1
+  %tiles = udiv i64 %outputs_value, {tile}
+  %first_part = mul i64 %tiles, %thread
+  %end_part = mul i64 %tiles, %thread_after
+  %first = udiv i64 %first_part, %threads_value
+  %end = udiv i64 %end_part, %threads_value
+  %tile_size = mul i64 %inputs_value, {tile}
+  br label %next_tile
+next_tile:
+  %tile = phi i64 [%first, %start], [%tile_after, %tile_done]
+  %some = icmp ult i64 %tile, %end
+  br i1 %some, label %one_tile, label %done
+one_tile:
+  %w_skip = mul i64 %tile, %tile_size
+  %w_tile = getelementptr float, ptr %w, i64 %w_skip
+  %column = mul i64 %tile, {tile}
+  br label %next_rows
+next_rows:
+  %row = phi i64 [0, %one_tile], [%row_after, %rows_done]
+  %left = sub i64 %rows_value, %row
+  %x_skip = mul i64 %row, %inputs_value
+  %x_rows = getelementptr float, ptr %x, i64 %x_skip
+  %y_skip = mul i64 %row, %outputs_value
+  %y_place = add i64 %y_skip, %column
+  %y_rows = getelementptr float, ptr %y, i64 %y_place
+  %taken = call i64 @llvm.umin.i64(i64 %left, i64 {most})
+  switch i64 %taken, label %rows_done [{cases}]
+  {calls}
+rows_done:
+  %row_after = add i64 %row, %taken
+  %again = icmp ult i64 %row_after, %rows_value
+  br i1 %again, label %next_rows, label %tile_done
+tile_done:
+  %tile_after = add i64 %tile, 1
+  br label %next_tile
+done:
+  ret void
+}}"""
+_LOAD = """
+  %{name}_at = getelementptr i64, ptr %job, i64 {n}
+  %{name}_value = load i64, ptr %{name}_at"""
+_CALL = """
+few_{rows}:
+  call void @rows_{rows}(ptr %x_rows, ptr %w_tile, ptr %y_rows, i64 %inputs_value, i64 %outputs_value)
+  br label %rows_done"""
+_MODULE = """
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare {vector} @llvm.fma.v{tile}f32({vector}, {vector}, {vector})
+declare i64 @llvm.umin.i64(i64, i64)
+declare i32 @omp_get_thread_num()
+attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }}
+{functions}"""
+
+
+def program(tile: int, most: int) -> str:
+    """LLVM's text of `share`, for tiles of `tile` outputs and at most `most` rows whose sums fit into the registers."""
+    vector = f"<{tile} x float>"
+    ahead = range(PREFETCH_BYTES, PREFETCH_BYTES + 4 * tile, CACHE_LINE)
+    prefetches = "".join(_PREFETCH.format(n=n, ahead=place, locality=_TO_L2) for n, place in enumerate(ahead))
+    counts = range(1, most + 1)
+    functions = []
+    for rows in counts:
+        phis, sums, stores = (
+            "".join(part.format(r=r, vector=vector, tile=tile) for r in range(rows)) for part in (_PHI, _SUM, _STORE)
+        )
+        functions.append(
+            _TILE.format(
+                rows=rows, tile=tile, vector=vector, line=CACHE_LINE, phis=phis, prefetches=prefetches, sums=sums, stores=stores
+            )
+        )
+    loads = "".join(_LOAD.format(n=n, name=name) for n, name in enumerate(_JOB))
+    cases = " ".join(f"i64 {rows}, label %few_{rows}" for rows in counts)
+    calls = "".join(_CALL.format(rows=rows) for rows in counts)
+    functions.append(_SHARE.format(loads=loads, tile=tile, most=most, cases=cases, calls=calls))
+    return _MODULE.format(vector=vector, tile=tile, functions="\n".join(functions))
+
+
+class Kernel:
+    """The compiled product. `tile`: outputs in one tile of a packed weight."""
+
+    def __init__(self, llvm: Any, openmp: ctypes.CDLL, tile: int, most: int) -> None:
+        self.tile = tile
+        thread_number = ctypes.cast(openmp.omp_get_thread_num, ctypes.c_void_p)
+        llvm.add_symbol("omp_get_thread_num", thread_number.value)
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        )
+        module = llvm.parse_assembly(program(tile, most))
+        llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(3)).getModulePassManager().run(
+            module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(3))
+        )
+        self._engine = llvm.create_mcjit_compiler(module, machine)
+        self._engine.finalize_object()
+        self._share = self._engine.get_function_address("share")
+        self._parallel = openmp.GOMP_parallel
+        self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._parallel.restype = None
+        self._job = ctypes.c_int64 * len(_JOB)
+
+    def pack(self, weight: Tensor) -> tuple[Tensor, int]:
+        """`[outputs, inputs]` → tiles `[outputs / tile, inputs, tile]`, the last filled up with zeros, whose lines begin where
+        cache lines do; and the number of outputs."""
+        outputs, inputs = weight.shape
+        tiles = -(-outputs // self.tile)
+        room = torch.zeros(tiles * self.tile * inputs + CACHE_LINE // 4)
+        offset = -(room.data_ptr() // 4) % (CACHE_LINE // 4)
+        packed = room[offset : offset + tiles * self.tile * inputs].view(tiles, inputs, self.tile)
+        whole = outputs // self.tile
+        packed[:whole] = weight[: whole * self.tile].view(whole, self.tile, inputs).transpose(1, 2)
+        if rest := outputs % self.tile:
+            packed[-1, :, :rest] = weight[-rest:].T
+        return packed, outputs
+
+    def product(self, x: Tensor, weight: tuple[Tensor, int], bias: Tensor | None) -> Tensor:
+        """`x [..., inputs] → x Wᵀ + b [..., outputs]` of a packed weight, by as many threads as PyTorch uses."""
+        packed, outputs = weight
+        tiles, inputs, tile = packed.shape
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], tiles * tile)
+        threads = torch.get_num_threads()
+        job = self._job(x.data_ptr(), packed.data_ptr(), y.data_ptr(), x.numel() // inputs, inputs, tiles * tile, threads)
+        self._parallel(self._share, ctypes.addressof(job), threads, 0)
+        if tiles * tile != outputs:
+            y = y[..., :outputs].contiguous()
+        return y if bias is None else y.add_(bias)
+
+
+@cache
+def kernel() -> Kernel | None:
+    """The product for this machine; None without LLVM, fused multiply-add, or the OpenMP whose threads PyTorch uses."""
+    try:
+        import llvmlite.binding as llvm
+
+        openmp = ctypes.CDLL(None)  # what this process has loaded, so PyTorch's own
+    except (ImportError, OSError, TypeError):
+        return None
+    if not hasattr(openmp, "GOMP_parallel"):
+        return None
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
+    if llvm.get_default_triple().startswith("x86_64") and not features.get("fma"):
+        return None
+    return Kernel(llvm, openmp, *((32, 12) if features.get("avx512f") else (16, 6)))

@@ -1,0 +1,97 @@
+"""Our own product: right for every shape, the same bits at every row count, and left alone where the machine cannot run it."""
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_mini_lab import packed_linear, prefetched_linear
+from dflash_mini_lab.packed_linear import PREFETCHED, measure_plan, storage_works
+from dflash_mini_lab.prefetched_linear import Kernel, kernel
+
+pytestmark = pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
+
+
+def kernel_of(tile: int, most: int) -> Kernel:
+    import llvmlite.binding as llvm
+
+    return Kernel(llvm, ctypes.CDLL(None), tile, most)
+
+
+@pytest.fixture(scope="module", params=[(32, 12), (16, 6)], ids=["AVX-512", "other"])
+def product(request: pytest.FixtureRequest) -> Kernel:
+    return kernel_of(*request.param)
+
+
+def problem(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(outputs)
+    shapes = ((rows, inputs), (outputs, inputs), (outputs,))
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in shapes)
+    return x, weight, bias
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 7), (32, 64), (96, 576), (100, 40), (576, 1536)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_the_product_for_any_shape_and_row_count(product: Kernel, outputs: int, inputs: int, bias: bool) -> None:
+    x, weight, b = problem(27, outputs, inputs)
+    packed = product.pack(weight)
+    for rows in (1, 2, 6, 7, 12, 13, 27):
+        found = product.product(x[None, :rows], packed, b if bias else None)
+        wanted = x[:rows].double() @ weight.double().T + (b.double() if bias else 0)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=1e-6 * inputs)
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others(product: Kernel) -> None:
+    x, weight, _ = problem(27, 576, 1536)
+    packed = product.pack(weight)
+    together = product.product(x, packed, None)
+    for rows in range(1, 27):
+        assert torch.equal(product.product(x[:rows].contiguous(), packed, None), together[:rows])
+    alone = torch.cat([product.product(row[None], packed, None) for row in x])
+    assert torch.equal(alone, together)
+
+
+def test_inputs_that_do_not_lie_together_are_read_as_they_are(product: Kernel) -> None:
+    x, weight, _ = problem(8, 64, 48)
+    wide = torch.stack([x, -x], dim=1)
+    assert torch.equal(product.product(wide[:, 1], product.pack(weight), None), product.product(-x, product.pack(weight), None))
+
+
+def test_more_threads_than_tiles_and_one_thread_give_the_same(product: Kernel) -> None:
+    x, weight, _ = problem(3, 70, 48)
+    packed, threads = product.pack(weight), torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            found.append(product.product(x, packed, None))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_it_is_offered_in_float32_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert storage_works(PREFETCHED, torch.float32, cpu)
+    assert not storage_works(PREFETCHED, torch.bfloat16, cpu)
+    monkeypatch.setattr(packed_linear, "kernel", lambda: None)
+    assert not storage_works(PREFETCHED, torch.float32, cpu)
+    assert measure_plan([torch.randn(64, 32)], repeats=1).storage != PREFETCHED
+
+
+def test_a_machine_without_openmp_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert prefetched_linear.kernel.__wrapped__() is None
+
+
+def test_a_packed_weight_lies_on_cache_lines(product: Kernel) -> None:
+    for outputs in (16, 64, 100):
+        packed, count = product.pack(torch.randn(outputs, 9))
+        assert packed.data_ptr() % prefetched_linear.CACHE_LINE == 0
+        assert count == outputs
+
+
