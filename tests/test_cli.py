@@ -51,6 +51,16 @@ def test_help_needs_no_environment_and_loads_nothing_heavy(flag: str) -> None:
     assert bare.stdout.endswith("status 0 []\n"), bare.stderr
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_compiled_code_is_kept_in_the_cache_where_the_source_cannot_be_written_beside(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    cli.keep_compiled_code(Settings(cache=tmp_path))
+    assert os.environ.pop("NUMBA_CACHE_DIR", None) == (None if writable else str(tmp_path / "compiled"))
+
+
 def test_help_names_every_flag_and_variable_and_the_canonical_study(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.parse(["--help"])

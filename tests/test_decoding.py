@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 from tests.tiny_models import (
+    COMPILED,
     FAMILIES,
     POSITIONS,
     ScriptedDrafter,
@@ -22,9 +23,9 @@ DRAFTERS = ("right", "wrong", "random")
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.slug)
 @pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "plain llama"])
 def test_every_method_answers_as_plain_greedy_decoding_does(family: str, kind: str, method) -> None:
-    for seed, path in enumerate(paths_of(method)):
+    for seed, path in enumerate([*paths_of(method), *(["compiled"] if family in COMPILED else [])]):
         prompt = random_ids(5 + seed, seed)
         answer = plain_greedy(family, prompt, 24)
         for block in (2, 5, 8):

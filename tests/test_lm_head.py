@@ -1,68 +1,81 @@
-"""The screened LM head: the full head's own token, whatever bfloat16 loses."""
+"""The screened LM head: the full head's own token, whatever 16 bits lose."""
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dflash_mini_lab.packed_linear import ONEDNN, PLAIN, SCREENED, LinearPlan, PackedLinear, screen_plan
+from dflash_mini_lab.compiled import MOST_ROWS, compiled_head
+from dflash_mini_lab.packed_linear import ONEDNN, PLAIN, PREFETCHED, SCREENED, LinearPlan, PackedLinear, screen_plan
+from dflash_mini_lab.prefetched_linear import kernel, rounded
 from dflash_mini_lab.targets.lm_head import FullHead, ScreenedHead
 
 VOCABULARY, HIDDEN = 300, 64
+pytestmark = pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
 
 
 def heads(weight: torch.Tensor) -> tuple[FullHead, ScreenedHead]:
-    plain = LinearPlan(*weight.shape, PLAIN)
-    return FullHead(PackedLinear(weight, None, plain)), ScreenedHead(weight, PackedLinear(weight.bfloat16(), None, plain))
+    screened = compiled_head(weight)
+    assert screened is not None
+    return FullHead(PackedLinear(weight, None, LinearPlan(*weight.shape, PLAIN))), ScreenedHead(weight, screened)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_greedy_tokens_are_the_full_head_s(scale: float) -> None:
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 300.0, 1e5])
+@pytest.mark.parametrize("rows", [1, 6, MOST_ROWS + 3])
+def test_greedy_tokens_are_the_full_head_s(rows: int, scale: float) -> None:
+    """Of weights that float16 holds well, those that are too small for it and those that are too large."""
     generator = torch.Generator().manual_seed(1)
-    for _ in range(50):
+    for _ in range(20):
         full, screened = heads(torch.randn(VOCABULARY, HIDDEN, generator=generator) * scale)
-        hidden = torch.randn(6, HIDDEN, generator=generator) * scale
+        hidden = torch.randn(rows, HIDDEN, generator=generator)
         assert torch.equal(screened.greedy(hidden, VOCABULARY), full.greedy(hidden, VOCABULARY))
+        assert torch.equal(screened.greedy(hidden, 77), full.greedy(hidden, 77)), "padded rows of the head are never chosen"
 
 
-def test_rows_that_bfloat16_cannot_tell_apart_are_told_apart() -> None:
+def test_rows_that_16_bits_cannot_tell_apart_are_told_apart() -> None:
     generator = torch.Generator().manual_seed(2)
     row = torch.randn(HIDDEN, generator=generator)
     weight = row + torch.randn(VOCABULARY, HIDDEN, generator=generator) * 1e-5
     full, screened = heads(weight)
     hidden = torch.randn(8, HIDDEN, generator=generator)
-    coarse = screened.screen(hidden.bfloat16()).argmax(-1)
+    coarse = (hidden @ rounded(weight).T).argmax(-1)
     assert not torch.equal(coarse, full.greedy(hidden, VOCABULARY)), "the case must be one that the screen alone gets wrong"
     assert torch.equal(screened.greedy(hidden, VOCABULARY), full.greedy(hidden, VOCABULARY))
 
 
-def test_few_rows_are_computed_in_full_where_one_token_is_clear() -> None:
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
-    _, screened = heads(weight)
-    assert screened.candidates(weight[7:8] * 3, VOCABULARY).tolist() == [7]
-
-
-def test_equal_logits_go_to_the_lowest_id_and_padded_rows_to_none() -> None:
-    weight = torch.zeros(5, 4)
-    weight[1] = weight[3] = 1.0
-    weight[4] = 9.0
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_equal_logits_go_to_the_lowest_id_in_any_number_of_threads(threads: int) -> None:
+    weight = torch.zeros(200, 4)
+    weight[[70, 71, 199]] = 1.0
+    weight[199] = 9.0
     full, screened = heads(weight)
-    hidden = torch.ones(1, 4)
-    assert full.greedy(hidden, 4).tolist() == screened.greedy(hidden, 4).tolist() == [1]
+    hidden, before = torch.ones(1, 4), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert full.greedy(hidden, 199).tolist() == screened.greedy(hidden, 199).tolist() == [70]
+        assert screened.greedy(hidden, 200).tolist() == [199]
+        assert screened.greedy(torch.zeros(1, 4), 200).tolist() == [0]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_head_that_is_not_float32_has_no_screen() -> None:
+    assert compiled_head(torch.zeros(8, 4, dtype=torch.float64)) is None
 
 
 def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(8, 4)
-    plan = LinearPlan(8, 4, ONEDNN, {1: 10.0, 2: 10.0}, {1: 5.0, 2: 5.0})
+    slow, fast = dict.fromkeys(range(1, 9), 10.0), dict.fromkeys(range(1, 9), 16.0)
+    plan = LinearPlan(8, 4, PREFETCHED, slow, {1: 5.0})
 
-    def measured(rate: float) -> None:
-        found = LinearPlan(8, 4, ONEDNN, {1: rate, 2: rate}, {1: 1.0, 2: 1.0})
+    def measured(storage: str, rates: dict[int, float]) -> None:
+        found = LinearPlan(8, 4, storage, rates, {1: 1.0})
         monkeypatch.setattr("dflash_mini_lab.packed_linear.measure_plan", lambda weights: found)
 
-    measured(4.0)
+    measured(PREFETCHED, dict.fromkeys(range(1, 9), 9.0))
     assert screen_plan(weight, plan) is plan
-    measured(8.0)
-    assert screen_plan(weight, plan) == LinearPlan(8, 4, SCREENED, {1: 16.0, 2: 16.0}, {1: 5.0, 2: 5.0})
-    assert screen_plan(weight.double(), plan) is plan
-    unmeasured = LinearPlan(8, 4, PLAIN)
-    assert screen_plan(weight, unmeasured) is unmeasured
+    measured(ONEDNN, fast)
+    assert screen_plan(weight, plan) is plan
+    measured(PREFETCHED, fast)
+    assert screen_plan(weight, plan) == LinearPlan(8, 4, SCREENED, fast, {1: 5.0})
+    other = LinearPlan(8, 4, ONEDNN, slow, slow)
+    assert screen_plan(weight, other) is other

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_mini_lab import packed_linear, prefetched_linear
 from dflash_mini_lab.packed_linear import PREFETCHED, measure_plan, storage_works
-from dflash_mini_lab.prefetched_linear import Kernel, kernel
+from dflash_mini_lab.prefetched_linear import Kernel, kernel, rounded
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
 
@@ -42,6 +42,33 @@ def test_it_is_the_product_for_any_shape_and_row_count(product: Kernel, outputs:
         wanted = x[:rows].double() @ weight.double().T + (b.double() if bias else 0)
         assert found.is_contiguous()
         torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=1e-6 * inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_of_16_bits_is_kept_in_them_and_loses_nothing(product: Kernel, dtype: torch.dtype) -> None:
+    x, weight, _ = problem(27, 100, 40)
+    weight = weight.to(dtype).float()
+    packed = product.pack(weight)
+    assert packed[0].dtype == dtype
+    assert packed[0].data_ptr() % prefetched_linear.CACHE_LINE == 0
+    for rows in (1, 6, 13, 27):
+        wanted = x[:rows].double() @ weight.double().T
+        torch.testing.assert_close(product.product(x[:rows], packed, None).double(), wanted, rtol=0, atol=4e-5)
+
+
+def test_a_weight_is_kept_in_float32_where_16_bits_would_lose_anything(product: Kernel) -> None:
+    weight = torch.ones(40, 8)
+    assert product.pack(weight)[0].dtype == torch.bfloat16
+    weight[3, 5] = 1 + 2.0**-10
+    assert product.pack(weight)[0].dtype == torch.float16
+    weight[3, 6] = 1 + 2.0**-20
+    assert product.pack(weight)[0].dtype == torch.float32
+
+
+def test_rounding_to_16_bits_keeps_large_numbers_finite() -> None:
+    weight = torch.tensor([[1 + 2.0**-10, 1.0]])
+    assert torch.equal(rounded(weight), weight)
+    assert rounded(weight * 1e6).isfinite().all()
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(product: Kernel) -> None:

@@ -107,7 +107,7 @@ def test_where_no_candidate_is_known_nothing_is_corrected_and_nothing_switched()
     assert np.isfinite([*fit["mean"], *fit["scale"]]).all()
     gap = fit_simple_parareal(s, s)
     estimate = target_gap(GapFit(**{**gap, "diagnostics": {}}), s.scores[0, :, 0] - s.scores[0, :, 1])
-    assert (estimate >= 0).all()
+    assert min(estimate) >= 0
 
 
 def test_a_switch_is_judged_by_what_the_verifier_prefers() -> None:

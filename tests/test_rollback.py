@@ -3,7 +3,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_models import FAMILIES, POSITIONS, TAPS, VOCABULARY, WINDOW, WINDOWED, random_ids, tiny_model, tiny_target
+from tests.tiny_models import (
+    COMPILED,
+    FAMILIES,
+    POSITIONS,
+    TAPS,
+    VOCABULARY,
+    WINDOW,
+    WINDOWED,
+    random_ids,
+    tiny_model,
+    tiny_target,
+    tolerance,
+)
 from transformers import MambaConfig, MambaForCausalLM
 
 from dflash_mini_lab.targets.library_target import LibraryTarget
@@ -20,7 +32,7 @@ def expected_rows(family: str, ids: list[int], rows: int) -> list[int]:
 
 
 PATHS = [(family, path) for family in FAMILIES for path in ("lean", "static", "library")]
-PATHS += [(family, "library") for family in (*WINDOWED, "gpt2")]
+PATHS += [(family, "library") for family in (*WINDOWED, "gpt2")] + [(family, "compiled") for family in COMPILED]
 
 
 @pytest.mark.parametrize(("family", "path"), PATHS)
@@ -44,7 +56,8 @@ def test_every_rejection_point_at_every_block_size_equals_a_fresh_prefill(family
                 taken = session.take_features()
                 committed += rows[:kept]
                 assert session.length == len(committed)
-                torch.testing.assert_close(taken, features_of(family, committed)[len(committed) - kept :], rtol=0, atol=1e-9)
+                expected = features_of(family, committed)[len(committed) - kept :].to(taken.dtype)
+                torch.testing.assert_close(taken, expected, rtol=0, atol=tolerance(path))
 
 
 @pytest.mark.parametrize(("family", "path"), PATHS)

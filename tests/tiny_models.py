@@ -3,9 +3,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from tests.tables import random_heads
 from transformers import (
@@ -19,15 +23,21 @@ from transformers import (
     Qwen3Config,
 )
 
+from dflash_mini_lab.packed_linear import PREFETCHED, SCREENED, LinearPlan
+from dflash_mini_lab.prefetched_linear import kernel
 from dflash_mini_lab.targets.captured_target import CapturedTarget
+from dflash_mini_lab.targets.lean import LeanDecoder
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
 from dflash_mini_lab.targets.lean_target import LeanTarget
 from dflash_mini_lab.targets.library_target import LibraryTarget
+from dflash_mini_lab.targets.lm_head import ScreenedHead
 from dflash_mini_lab.types import Heads, Method
 
 VOCABULARY, HIDDEN = 61, 32
 POSITIONS = 160
 FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
+COMPILED = ("plain llama", "qwen3")
+"""Whose layers run as one compiled program: attention without biases. Float32, so their values are right to `tolerance`."""
 WINDOWED = ("gemma3", "mistral", "windowed qwen2")
 """Run on the library path alone, some or all of their layers with a window of WINDOW tokens."""
 WINDOW = 12
@@ -48,6 +58,8 @@ _SHAPE = {
 def tiny_config(family: str):
     if family == "llama":
         return LlamaConfig(**_SHAPE, head_dim=8, attention_bias=True)
+    if family == "plain llama":
+        return LlamaConfig(**_SHAPE, head_dim=8)
     if family == "qwen2":
         return Qwen2Config(**_SHAPE, tie_word_embeddings=True)
     if family == "qwen3":
@@ -89,13 +101,38 @@ def _norm(module, x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def tiny_target(family: str, path: str, stop_ids: frozenset[int] = frozenset(), full_logits: bool = False):
-    """`path`: `lean`, `static` (the eager twin of captured steps) or `library`. float64, so that two orders of summation cannot
-    choose two tokens."""
+    """`path`: `lean`, `static` (the eager twin of captured steps), `library`, in float64, so that two orders of summation cannot
+    choose two tokens; or `compiled`, which float32 alone has: layers, drafts and the screened head as programs of their own."""
+    if path == "compiled":
+        return LeanTarget(compiled_decoder(family), stop_ids, VOCABULARY, full_logits=full_logits)
     model = tiny_model(family)
     if path in ("lean", "static"):
         kind = LeanTarget if path == "lean" else CapturedTarget
         return kind(build_lean_decoder(model, POSITIONS, measure=False), stop_ids, VOCABULARY, full_logits=full_logits)
     return LibraryTarget(model, stop_ids, VOCABULARY, measure=False, full_logits=full_logits)
+
+
+def compiled_decoder(family: str) -> LeanDecoder:
+    """Skips the test where the machine has nothing to compile with."""
+    if kernel() is None:
+        pytest.skip("no LLVM, fused multiply-add or OpenMP here")
+
+    def plan(weights: list[torch.Tensor]) -> LinearPlan:
+        return LinearPlan(*weights[0].shape, PREFETCHED)
+
+    def screen(weight: torch.Tensor, found: LinearPlan) -> LinearPlan:
+        return replace(found, storage=SCREENED)
+
+    with patch.multiple("dflash_mini_lab.targets.lean_build", measure_plan=plan, screen_plan=screen):
+        decoder = build_lean_decoder(deepcopy(tiny_model(family)).float(), POSITIONS)
+    assert decoder.compiled is not None
+    assert isinstance(decoder.head, ScreenedHead)
+    return decoder
+
+
+def tolerance(path: str) -> float:
+    """Of values that are compared with the library's in float64."""
+    return 2e-4 if path == "compiled" else 1e-9
 
 
 def paths_of(method: Method) -> tuple[str, ...]:

@@ -152,8 +152,15 @@ def limit_numpy_threads(settings: Settings) -> None:
         os.environ.update(dict.fromkeys(NUMPY_THREADS, str(settings.cpu_threads or 1)))
 
 
+def keep_compiled_code(settings: Settings) -> None:
+    """Numba keeps what it compiled beside the source; where nothing can be written there, it is told so before it is loaded."""
+    if not os.access(os.path.dirname(__file__), os.W_OK):
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(settings.cache / "compiled"))
+
+
 def run(settings: Settings, argv: Sequence[str]) -> int:
     limit_numpy_threads(settings)
+    keep_compiled_code(settings)
     if settings.device != "cpu":
         from dflash_mini_lab.measurement.gpu import check
 

@@ -57,10 +57,11 @@ class Crossings:
         self._add(self.to_host, tensor, started)
         return received
 
-    def found_on_host(self, columns: np.ndarray, scores: np.ndarray) -> None:
-        """What a search would have sent, had the logits that it read not been on the host already. It took no time."""
-        self.to_host.count += 2
-        self.to_host.bytes += columns.nbytes + scores.nbytes
+    def found_on_host(self, *found: np.ndarray, asked: np.ndarray | None = None) -> None:
+        """What a search would have sent, and been sent, had what it read not been on the host already. It took no time."""
+        for way, arrays in ((self.to_host, found), (self.to_device, () if asked is None else (asked,))):
+            way.count += len(arrays)
+            way.bytes += sum(array.nbytes for array in arrays)
 
     def as_json(self) -> dict[str, dict[str, float]]:
         return {"to_device": asdict(self.to_device), "to_host": asdict(self.to_host)}

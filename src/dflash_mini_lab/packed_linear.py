@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.prefetched_linear import Kernel, kernel
+from dflash_mini_lab.prefetched_linear import Kernel, kernel, rounded
 
 MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 PACK_ROWS_HINT = 8
@@ -27,8 +27,8 @@ PADDING_COST = 1.02
 BYTES_TO_DEFEAT_CACHE = 96 * 2**20
 MOST_COPIES = 64
 """Of one weight: a model whose weights are smaller than this makes them sits in cache when it runs, too."""
-PLAIN, ONEDNN, PREFETCHED, SCREENED = "plain", "oneDNN prepacked", "prefetched tiles", "bfloat16 screen"
-"""How weights are stored. A screened LM head reads a bfloat16 copy to find the few rows worth an exact product (lm_head.py)."""
+PLAIN, ONEDNN, PREFETCHED, SCREENED = "plain", "oneDNN prepacked", "prefetched tiles", "16-bit screen"
+"""How weights are stored. A screened LM head reads a 16-bit copy to find the few rows worth an exact product (compiled.py)."""
 PREPACKED = (ONEDNN, PREFETCHED)
 
 
@@ -80,9 +80,10 @@ def padded_rows(plans: Sequence[tuple[LinearPlan, int]]) -> dict[int, int]:
 class PackedLinear:
     """`x [..., in] → x Wᵀ + b [..., out]` by a plan. Holds one copy of the weight, in the plan's storage."""
 
-    __slots__ = ("bias", "product", "weight")
+    __slots__ = ("bias", "product", "storage", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> None:
+        self.storage = plan.storage
         pack, self.product = WAYS[plan.storage]
         self.weight, self.bias = pack(weight), bias
 
@@ -133,18 +134,14 @@ def measure_plan(weights: list[Tensor], repeats: int = 3) -> LinearPlan:
 
 
 def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
-    """`plan`, or one to screen the float32 `weight` by a prepacked bfloat16 copy, where that is faster summed over MEASURED_ROWS.
-
-    Its rates count the float32 bytes that it replaces, so that they compare with other plans'.
-    """
-    if weight.dtype != torch.float32 or not plan.gigabytes_per_second:
+    """`plan`, or where it reads float32 tiles and reading 16-bit ones is faster summed over MEASURED_ROWS, one that screens
+    `weight` by those. Rates count the float32 bytes that they stand for, and so compare."""
+    if plan.storage != PREFETCHED:
         return plan
-    coarse = measure_plan([weight.bfloat16()])
-    rates = {rows: 2 * rate for rows, rate in coarse.gigabytes_per_second.items()}
-    screened = LinearPlan(plan.out_features, plan.in_features, SCREENED, rates, plan.stock_gigabytes_per_second)
-    if coarse.storage != ONEDNN or sum(map(screened.seconds, rates)) >= sum(map(plan.seconds, rates)):
+    coarse = measure_plan([rounded(weight)])
+    if coarse.storage != PREFETCHED or sum(map(coarse.seconds, MEASURED_ROWS)) > sum(map(plan.seconds, MEASURED_ROWS)):
         return plan
-    return screened
+    return replace(coarse, storage=SCREENED, stock_gigabytes_per_second=plan.stock_gigabytes_per_second)
 
 
 def bfloat16_is_faster(device: torch.device | str = "cpu", rows: int = 256, features: int = 768) -> bool:

@@ -22,17 +22,18 @@ _TO_L2 = 2
 """LLVM's locality of a prefetch: 3 is into the first cache, 0 past all."""
 
 # The sums of `rows` rows and one tile of outputs: Σ_k x[r, k] · w[k, tile], kept in registers.
-_TILE = """
-define internal void @rows_{rows}(ptr %x, ptr %w, ptr %y, i64 %inputs, i64 %outputs) alwaysinline #0 {{
+_ROWS = """
+define internal void @{type}_rows_{rows}(ptr %x, ptr %w, ptr %y, i64 %inputs, i64 %outputs) alwaysinline #0 {{
 start:
   br label %loop
 loop:
   %k = phi i64 [0, %start], [%next, %loop]
   {phis}
   %skip = mul i64 %k, {tile}
-  %here = getelementptr float, ptr %w, i64 %skip
+  %here = getelementptr {element}, ptr %w, i64 %skip
   {prefetches}
-  %weights = load {vector}, ptr %here, align {line}
+  %stored = load <{tile} x {element}>, ptr %here, align {bytes}
+  {widening}
   {sums}
   %next = add nuw i64 %k, 1
   %more = icmp ult i64 %next, %inputs
@@ -58,25 +59,21 @@ _STORE = """
   %yskip{r} = mul i64 %outputs, {r}
   %yat{r} = getelementptr float, ptr %y, i64 %yskip{r}
   store {vector} %new{r}, ptr %yat{r}, align 4"""
+_WIDENING = {
+    torch.float32: "%weights = fadd <{tile} x float> %stored, splat (float -0.0)",
+    torch.float16: "%weights = fpext <{tile} x half> %stored to <{tile} x float>",
+    torch.bfloat16: """%wide = zext <{tile} x i16> %stored to <{tile} x i32>
+  %shifted = shl <{tile} x i32> %wide, splat (i32 16)
+  %weights = bitcast <{tile} x i32> %shifted to <{tile} x float>""",
+}
+"""From what is stored to float32, exactly. (Adding -0 is no operation, and none is left of it.)"""
+_ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "i16"}
 
-# One thread's share of a product: its tiles, each with all rows, `most` of them at a time.
-_JOB = ("x", "w", "y", "rows", "inputs", "outputs", "threads")
-_SHARE = """
-define void @share(ptr %job) #0 {{
+# Some tiles of a product, from `first` to before `end`, each with all rows, `most` of them at a time.
+_TILES = """
+define internal void @{type}_tiles(ptr %x, ptr %w, ptr %y, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end) #0 {{
 start:
-  {loads}
-  %x = inttoptr i64 %x_value to ptr
-  %w = inttoptr i64 %w_value to ptr
-  %y = inttoptr i64 %y_value to ptr
-  %thread32 = call i32 @omp_get_thread_num()
-  %thread = zext i32 %thread32 to i64
-  %thread_after = add i64 %thread, 1
-  %tiles = udiv i64 %outputs_value, {tile}
-  %first_part = mul i64 %tiles, %thread
-  %end_part = mul i64 %tiles, %thread_after
-  %first = udiv i64 %first_part, %threads_value
-  %end = udiv i64 %end_part, %threads_value
-  %tile_size = mul i64 %inputs_value, {tile}
+  %tile_size = mul i64 %inputs, {tile}
   br label %next_tile
 next_tile:
   %tile = phi i64 [%first, %start], [%tile_after, %tile_done]
@@ -84,15 +81,15 @@ next_tile:
   br i1 %some, label %one_tile, label %done
 one_tile:
   %w_skip = mul i64 %tile, %tile_size
-  %w_tile = getelementptr float, ptr %w, i64 %w_skip
+  %w_tile = getelementptr {element}, ptr %w, i64 %w_skip
   %column = mul i64 %tile, {tile}
   br label %next_rows
 next_rows:
   %row = phi i64 [0, %one_tile], [%row_after, %rows_done]
-  %left = sub i64 %rows_value, %row
-  %x_skip = mul i64 %row, %inputs_value
+  %left = sub i64 %rows, %row
+  %x_skip = mul i64 %row, %inputs
   %x_rows = getelementptr float, ptr %x, i64 %x_skip
-  %y_skip = mul i64 %row, %outputs_value
+  %y_skip = mul i64 %row, %outputs
   %y_place = add i64 %y_skip, %column
   %y_rows = getelementptr float, ptr %y, i64 %y_place
   %taken = call i64 @llvm.umin.i64(i64 %left, i64 {most})
@@ -100,7 +97,7 @@ next_rows:
   {calls}
 rows_done:
   %row_after = add i64 %row, %taken
-  %again = icmp ult i64 %row_after, %rows_value
+  %again = icmp ult i64 %row_after, %rows
   br i1 %again, label %next_rows, label %tile_done
 tile_done:
   %tile_after = add i64 %tile, 1
@@ -108,13 +105,46 @@ tile_done:
 done:
   ret void
 }}"""
-_LOAD = """
-  %{name}_at = getelementptr i64, ptr %job, i64 {n}
-  %{name}_value = load i64, ptr %{name}_at"""
 _CALL = """
 few_{rows}:
-  call void @rows_{rows}(ptr %x_rows, ptr %w_tile, ptr %y_rows, i64 %inputs_value, i64 %outputs_value)
+  call void @{type}_rows_{rows}(ptr %x_rows, ptr %w_tile, ptr %y_rows, i64 %inputs, i64 %outputs)
   br label %rows_done"""
+
+# The same of a weight of any type; addresses are integers.
+_ANY = """
+define void @tiles(i64 %type, i64 %x_at, i64 %w_at, i64 %y_at, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end) #0 {{
+  %x = inttoptr i64 %x_at to ptr
+  %w = inttoptr i64 %w_at to ptr
+  %y = inttoptr i64 %y_at to ptr
+  switch i64 %type, label %done [{cases}]
+  {calls}
+done:
+  ret void
+}}"""
+_ANY_CALL = """
+type_{type}:
+  call void @{type}_tiles(ptr %x, ptr %w, ptr %y, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end)
+  br label %done"""
+
+# One thread's share of a product.
+_JOB = ("type", "x", "w", "y", "rows", "inputs", "outputs", "threads")
+_SHARE = """
+define void @share(ptr %job) #0 {{
+  {loads}
+  %thread32 = call i32 @omp_get_thread_num()
+  %thread = zext i32 %thread32 to i64
+  %thread_after = add i64 %thread, 1
+  %tiles = udiv i64 %outputs, {tile}
+  %first_part = mul i64 %tiles, %thread
+  %end_part = mul i64 %tiles, %thread_after
+  %first = udiv i64 %first_part, %threads
+  %end = udiv i64 %end_part, %threads
+  call void @tiles(i64 %type, i64 %x, i64 %w, i64 %y, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end)
+  ret void
+}}"""
+_LOAD = """
+  %{name}_at = getelementptr i64, ptr %job, i64 {n}
+  %{name} = load i64, ptr %{name}_at"""
 _MODULE = """
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare {vector} @llvm.fma.v{tile}f32({vector}, {vector}, {vector})
@@ -122,36 +152,57 @@ declare i64 @llvm.umin.i64(i64, i64)
 declare i32 @omp_get_thread_num()
 attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }}
 {functions}"""
+TYPES = tuple(_ELEMENTS)
+"""Of a packed weight; its place here is the number that `tiles` knows it by."""
 
 
 def program(tile: int, most: int) -> str:
-    """LLVM's text of `share`, for tiles of `tile` outputs and at most `most` rows whose sums fit into the registers."""
+    """LLVM's text of `tiles` and `share`: tiles of `tile` outputs, and at most `most` rows, whose sums fit into the registers."""
+    functions, counts = [], range(1, most + 1)
     vector = f"<{tile} x float>"
-    ahead = range(PREFETCH_BYTES, PREFETCH_BYTES + 4 * tile, CACHE_LINE)
-    prefetches = "".join(_PREFETCH.format(n=n, ahead=place, locality=_TO_L2) for n, place in enumerate(ahead))
-    counts = range(1, most + 1)
-    functions = []
-    for rows in counts:
-        phis, sums, stores = (
-            "".join(part.format(r=r, vector=vector, tile=tile) for r in range(rows)) for part in (_PHI, _SUM, _STORE)
-        )
-        functions.append(
-            _TILE.format(
-                rows=rows, tile=tile, vector=vector, line=CACHE_LINE, phis=phis, prefetches=prefetches, sums=sums, stores=stores
-            )
-        )
+    for number, dtype in enumerate(TYPES):
+        size = tile * dtype.itemsize
+        common = {"type": f"t{number}", "tile": tile, "vector": vector, "element": _ELEMENTS[dtype], "most": most}
+        lines = enumerate(range(PREFETCH_BYTES, PREFETCH_BYTES + size, CACHE_LINE))
+        common["prefetches"] = "".join(_PREFETCH.format(n=n, ahead=place, locality=_TO_L2) for n, place in lines)
+        common["widening"] = _WIDENING[dtype].format(tile=tile)
+        for rows in counts:
+            parts = {
+                name: "".join(part.format(r=r, **common) for r in range(rows))
+                for name, part in (("phis", _PHI), ("sums", _SUM), ("stores", _STORE))
+            }
+            functions.append(_ROWS.format(rows=rows, bytes=min(size, CACHE_LINE), **parts, **common))
+        cases = " ".join(f"i64 {rows}, label %few_{rows}" for rows in counts)
+        calls = "".join(_CALL.format(rows=rows, **common) for rows in counts)
+        functions.append(_TILES.format(cases=cases, calls=calls, **common))
+    numbers = range(len(TYPES))
+    cases = " ".join(f"i64 {number}, label %type_t{number}" for number in numbers)
+    functions.append(_ANY.format(cases=cases, calls="".join(_ANY_CALL.format(type=f"t{number}") for number in numbers)))
     loads = "".join(_LOAD.format(n=n, name=name) for n, name in enumerate(_JOB))
-    cases = " ".join(f"i64 {rows}, label %few_{rows}" for rows in counts)
-    calls = "".join(_CALL.format(rows=rows) for rows in counts)
-    functions.append(_SHARE.format(loads=loads, tile=tile, most=most, cases=cases, calls=calls))
+    functions.append(_SHARE.format(tile=tile, loads=loads))
     return _MODULE.format(vector=vector, tile=tile, functions="\n".join(functions))
+
+
+def narrowest(weight: Tensor) -> torch.dtype:
+    """The smallest type that holds the float32 `weight` exactly: many models are published in 16 bits, and half the bytes are
+    read in half the time."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(weight.to(dtype).float(), weight):
+            return dtype
+    return torch.float32
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """The float32 `weight` in numbers that 16 bits hold: float16's, or where one is too large for it bfloat16's."""
+    coarse = weight.half().float()
+    return coarse if coarse.isfinite().all() else weight.bfloat16().float()
 
 
 class Kernel:
     """The compiled product. `tile`: outputs in one tile of a packed weight."""
 
     def __init__(self, llvm: Any, openmp: ctypes.CDLL, tile: int, most: int) -> None:
-        self.tile = tile
+        self.tile, self.openmp = tile, openmp
         thread_number = ctypes.cast(openmp.omp_get_thread_num, ctypes.c_void_p)
         llvm.add_symbol("omp_get_thread_num", thread_number.value)
         machine = llvm.Target.from_default_triple().create_target_machine(
@@ -164,18 +215,20 @@ class Kernel:
         self._engine = llvm.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
         self._share = self._engine.get_function_address("share")
-        self._parallel = openmp.GOMP_parallel
-        self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        self._parallel.restype = None
+        self.tiles_address = self._engine.get_function_address("tiles")
+        self.parallel = openmp.GOMP_parallel
+        self.parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self.parallel.restype = None
         self._job = ctypes.c_int64 * len(_JOB)
 
     def pack(self, weight: Tensor) -> tuple[Tensor, int]:
-        """`[outputs, inputs]` → tiles `[outputs / tile, inputs, tile]`, the last filled up with zeros, whose lines begin where
-        cache lines do; and the number of outputs."""
+        """The float32 `weight [outputs, inputs]` → tiles `[outputs / tile, inputs, tile]` of its narrowest type, the last filled
+        up with zeros, whose lines begin where cache lines do; and the number of outputs."""
         outputs, inputs = weight.shape
-        tiles = -(-outputs // self.tile)
-        room = torch.zeros(tiles * self.tile * inputs + CACHE_LINE // 4)
-        offset = -(room.data_ptr() // 4) % (CACHE_LINE // 4)
+        tiles, dtype = -(-outputs // self.tile), narrowest(weight)
+        line = CACHE_LINE // dtype.itemsize  # in elements
+        room = torch.zeros(tiles * self.tile * inputs + line, dtype=dtype)
+        offset = -(room.data_ptr() // dtype.itemsize) % line
         packed = room[offset : offset + tiles * self.tile * inputs].view(tiles, inputs, self.tile)
         whole = outputs // self.tile
         packed[:whole] = weight[: whole * self.tile].view(whole, self.tile, inputs).transpose(1, 2)
@@ -189,9 +242,10 @@ class Kernel:
         tiles, inputs, tile = packed.shape
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], tiles * tile)
-        threads = torch.get_num_threads()
-        job = self._job(x.data_ptr(), packed.data_ptr(), y.data_ptr(), x.numel() // inputs, inputs, tiles * tile, threads)
-        self._parallel(self._share, ctypes.addressof(job), threads, 0)
+        threads, number = torch.get_num_threads(), TYPES.index(packed.dtype)
+        addresses = x.data_ptr(), packed.data_ptr(), y.data_ptr()
+        job = self._job(number, *addresses, x.numel() // inputs, inputs, tiles * tile, threads)
+        self.parallel(self._share, ctypes.addressof(job), threads, 0)
         if tiles * tile != outputs:
             y = y[..., :outputs].contiguous()
         return y if bias is None else y.add_(bias)

@@ -26,9 +26,9 @@ WIDEST_NOISE = 41.0
 """No two Gumbel values lie further apart: that of the uniform 2⁻⁵³ is -3.6, that of 1 - 2⁻⁵³ is 36.7."""
 
 
-def margins(scores: np.ndarray) -> np.ndarray:
-    """`scores [S, ≥ 2]`, best first → `m[i] = z[i,0] - z[i,1]` in logits, `[S]`; 0 for equal scores, infinite ones too."""
-    return np.array([first - second if first != second else 0.0 for first, second in scores[:, :2].tolist()])
+def margins(scores: np.ndarray) -> list[float]:
+    """`scores [S, ≥ 2]`, best first → `m[i] = z[i,0] - z[i,1]` in logits, S of them; 0 for equal scores, infinite ones too."""
+    return [first - second if first != second else 0.0 for first, second in scores[:, :2].tolist()]
 
 
 def best(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,8 @@
 
 Fused target features enter every layer as keys and values (arXiv 2602.06036). The context never contains the anchor's own
 feature, which does not exist yet; its keys and values are kept and grow by the kept rows of each round, the block's own are
-overwritten. Weights in the published layout (layout.py); the embedding and the LM head are the target's, frozen.
+overwritten. Weights in the published layout (layout.py); the embedding and the LM head are the target's, frozen. Where the
+lab's own product runs it, the head is rounded to 16 bits, less than training rounds it, and read in half the time.
 
 A drafter with a width of its own projects the embeddings, and its output projection is multiplied into the head's rows once: a
 draft then reads a head as narrow as the drafter. One with a feature window attends to the last positions of its context only.
@@ -11,31 +12,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_mini_lab.compiled import MOST_ROWS, AttentionLayer, compiled_best, compiled_context, compiled_layers
 from dflash_mini_lab.crossings import Crossings, on_host
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit
 from dflash_mini_lab.norms import RMSNorm
-from dflash_mini_lab.packed_linear import SCREENED, LinearPlan, PackedLinear, measure_plan, stock_plan
+from dflash_mini_lab.packed_linear import PREFETCHED, SCREENED, LinearPlan, PackedLinear, measure_plan, stock_plan
+from dflash_mini_lab.prefetched_linear import rounded
 from dflash_mini_lab.rotary import interleaved_rows, rotate, rotation_table
-from dflash_mini_lab.scores import best
 from dflash_mini_lab.types import NO_HEADS, Heads, JumpHead, Session
-
-
-@dataclass(frozen=True)
-class _Layer:
-    qkv: PackedLinear
-    out: PackedLinear
-    qk_norm: RMSNorm
-    input_norm: RMSNorm
-    mlp_norm: RMSNorm
-    gate_up: PackedLinear
-    down: PackedLinear
 
 
 class BlockDraft:
@@ -58,7 +49,7 @@ class BlockDraft:
         if self._logits.is_cuda:
             columns, scores = _best_on_device(self._logits, k, crossings)
         else:
-            columns, scores = best(on_host(self._logits), k)
+            columns, scores = compiled_best(on_host(self._logits), k)
             crossings.found_on_host(columns, scores)
         return self._drafter.draft_ids[columns], scores
 
@@ -80,6 +71,10 @@ class BlockDraft:
 
     def embeddings(self, ids: np.ndarray) -> np.ndarray:
         table, crossings = self._drafter.embedding, self._drafter.crossings
+        if self._drafter.host_embedding is not None:
+            found = self._drafter.host_embedding[ids]
+            crossings.found_on_host(found, asked=np.asarray(ids))
+            return found
         return crossings.array(table[crossings.send(np.asarray(ids), table.device)].float())
 
     def prefix_embedding(self) -> np.ndarray:
@@ -132,6 +127,7 @@ class BlockDrafter:
         self.config, self.embedding, self.crossings = config, embedding, crossings or Crossings()
         self.taps, self.block_size, self.heads = config.taps, config.block_size, heads
         tensors = {name: t.to(device) if name == DRAFT_TO_TARGET else t.to(device, dtype) for name, t in tensors.items()}
+        self.host_embedding = on_host(embedding) if device.type == "cpu" and dtype == torch.float32 else None
         draft_to_target = tensors.get(DRAFT_TO_TARGET)
         if draft_to_target is not None:
             head_weight = head_weight[draft_to_target.long()]
@@ -146,6 +142,9 @@ class BlockDrafter:
         sources["context_kv"] = _context_weights(config, tensors)
         if heads.jump:
             sources |= {f"jump.{part}": torch.from_numpy(getattr(heads.jump, part)).to(embedding) for part in ("up", "down")}
+        exact = sources["head"]
+        if dtype == torch.float32:
+            sources["head"] = rounded(exact)
         by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for weight in sources.values():
             by_shape[tuple(weight.shape)].append(weight)
@@ -155,6 +154,8 @@ class BlockDrafter:
         new = {shape: measure_plan(ws) if measure else stock_plan(ws[0]) for shape, ws in by_shape.items() if shape not in known}
         self.plans: list[LinearPlan] = list(new.values())
         plans = {**known, **new}
+        if plans[tuple(exact.shape)].storage != PREFETCHED:
+            sources["head"] = exact
         linear = {name: PackedLinear(weight, None, plans[tuple(weight.shape)]) for name, weight in sources.items()}
         self.fc, self.head, self.input = linear["fc"], linear["head"], linear.get("input")
         self.context_kv = linear["context_kv"]
@@ -170,7 +171,7 @@ class BlockDrafter:
             q_norm, k_norm = (tensors[f"{name}self_attn.{part}_norm.weight"][order] for part in "qk")
             k_norms.append(k_norm.expand(config.kv_heads, -1))
             self.layers.append(
-                _Layer(
+                AttentionLayer(
                     **{part: linear[f"{index}.{part}"] for part in ("qkv", "out", "gate_up", "down")},
                     qk_norm=RMSNorm(torch.cat([q_norm.expand(config.heads, -1), k_norms[-1]]), config.eps),
                     input_norm=RMSNorm(tensors[name + "input_layernorm.weight"], config.eps),
@@ -178,6 +179,10 @@ class BlockDrafter:
                 )
             )
         self.context_k_norm = RMSNorm(torch.cat(k_norms), config.eps)
+        self.compiled = compiled_layers(self.layers, self.norm, config.heads, config.kv_heads, config.head_dim)
+        self.compiled_context = compiled_context(
+            self.fc, self.hidden_norm, self.context_kv, self.context_k_norm, config.layers
+        )
         frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
         self.rotation = rotation_table(frequencies, max_positions + config.block_size)
         if dtype == torch.float64:
@@ -196,12 +201,14 @@ class BlockSession:
     def __init__(self, drafter: BlockDrafter, session: Session, capacity: int, needs: Sequence[str] = ()) -> None:
         self.drafter, self.session, self.length = drafter, session, 0
         self._jump = drafter.jump if "jump" in needs else None
-        self._summed: tuple[int, Tensor | float] = (0, 0.0)
+        self._summed: tuple[int, Any] = (0, 0.0)
         config = drafter.config
-        shape = (2, config.layers * config.kv_heads, capacity + config.block_size, config.head_dim)
-        self._memory = drafter.embedding.new_zeros(shape)
-        self.memory = [layer[:, None] for layer in self._memory.split(config.kv_heads, dim=1)]
-        """A view for each layer: keys and values `[2, 1, kv_heads, positions, head_dim]`."""
+        self.memory = drafter.embedding.new_zeros(
+            config.layers, 2, config.kv_heads, capacity + config.block_size, config.head_dim
+        )
+        """Keys and values."""
+        self._hiding = drafter.embedding.new_zeros(config.block_size, config.block_size)
+        """Added to a block's scores of itself: no slot is hidden from another."""
 
     @torch.inference_mode()
     def draft(self, committed: Sequence[int]) -> BlockDraft:
@@ -216,31 +223,46 @@ class BlockSession:
         x = F.embedding(ids, d.embedding)[None]
         if d.input:
             x = d.input(x)
+        hidden = self._through_layers(x)
+        jump = d.norm(self._jump(self.context)) if self._jump else None
+        return BlockDraft(self, committed, hidden[0, 1:], jump)
+
+    def _through_layers(self, x: Tensor) -> Tensor:
+        """The block `[1, rows, hidden]` behind the context, in which every slot sees every other; normed."""
+        d, config, rows = self.drafter, self.drafter.config, x.shape[1]
         start, end = self.length, self.length + rows
-        first = max(start - config.window, 0) if config.window else 0
         rotation = d.rotation[start:end].view(rows, 1, -1)
+        first = max(start - config.window, 0) if config.window else 0
+        if d.compiled and not first:
+            return d.compiled(x, self.memory, start, rotation[:, 0], hiding=self._hiding)[0]
         heads, kv_heads, groups = config.heads, config.kv_heads, config.heads // config.kv_heads
-        for layer, memory in zip(d.layers, self.memory, strict=True):
-            qkv = layer.qkv(layer.input_norm(x)).view(1, rows, -1, config.head_dim)
-            qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
-            q, k = rotate(layer.qk_norm(qk), rotation).split([heads, kv_heads], dim=2)
-            memory[0, :, :, start:end] = k.transpose(1, 2)
-            memory[1, :, :, start:end] = v.transpose(1, 2)
-            q = q.view(1, rows, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).reshape(1, kv_heads, groups * rows, -1)
-            mixed = F.scaled_dot_product_attention(q, memory[0, :, :, first:end], memory[1, :, :, first:end])
+        for layer, (keys, values) in zip(d.layers, self.memory, strict=True):
+            qkv = layer.qkv(layer.input_norm(x)).view(rows, -1, config.head_dim)
+            qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
+            assert layer.qk_norm is not None
+            q, k = rotate(layer.qk_norm(qk), rotation).split([heads, kv_heads], dim=1)
+            keys[:, start:end], values[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
+            q = q.view(rows, kv_heads, groups, -1).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * rows, -1)
+            mixed = F.scaled_dot_product_attention(q, keys[None, :, first:end], values[None, :, first:end])
             mixed = mixed.view(1, kv_heads, groups, rows, -1).permute(0, 3, 1, 2, 4).reshape(1, rows, -1)
             x = x + layer.out(mixed)
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
-        jump = d.norm(self._jump(self.context)) if self._jump else None
-        return BlockDraft(self, committed, d.norm(x[0, 1:]), jump)
+        return d.norm(x)
 
     @torch.inference_mode()
     def prefix_embedding(self, committed: Sequence[int]) -> np.ndarray:
         """Mean `[hidden]` of the embeddings of `committed`, which only ever grows: a round pays for its own tokens."""
         count, total = self._summed
         table, crossings = self.drafter.embedding, self.drafter.crossings
-        new = crossings.send(np.asarray(committed[count:], dtype=np.int64), table.device)
+        ids = np.asarray(committed[count:], dtype=np.int64)
+        if self.drafter.host_embedding is not None:
+            total = total + self.drafter.host_embedding[ids].sum(0, dtype=np.float64)
+            self._summed = (len(committed), total)
+            mean = (total / len(committed)).astype(np.float32)
+            crossings.found_on_host(mean, asked=ids)
+            return mean
+        new = crossings.send(ids, table.device)
         total = total + table[new].sum(0, dtype=torch.float64)
         self._summed = (len(committed), total)
         return crossings.array((total / len(committed)).float())
@@ -252,13 +274,17 @@ class BlockSession:
         end = self.length + len(features)
         features = features[-config.window :] if config.window else features  # of a long prompt, no block sees the others
         rows = len(features)
+        start = end - rows
+        if d.compiled_context and rows <= MOST_ROWS:
+            self.context = d.compiled_context(features, self.memory, start, d.rotation[start:end])[-1]
+            self.length = end
+            return
         fused = d.hidden_norm(d.fc(features))
         self.context = fused[-1]
-        start = end - rows
         k, v = d.context_kv(fused).view(rows, 2, -1, config.head_dim).unbind(1)
         k = rotate(d.context_k_norm(k), d.rotation[start:end].view(rows, 1, -1))
-        self._memory[0, :, start:end] = k.transpose(0, 1)
-        self._memory[1, :, start:end] = v.transpose(0, 1)
+        for index, kept in enumerate((k, v)):
+            self.memory[:, index, :, start:end] = kept.unflatten(1, (config.layers, -1)).permute(1, 2, 0, 3)
         self.length = end
 
 

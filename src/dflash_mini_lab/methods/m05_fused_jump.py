@@ -22,7 +22,7 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     slots = usable_slots(head.offsets, draft.slots)
     corrected = scores[slots] + settings["omega"] * residual(head, draft.states()[slots], ids[slots])
     work = corrected.size * head.slot.shape[0]
-    sure = margins(-np.sort(-corrected, axis=1)) >= settings["min_margin"]
+    sure = np.array(margins(-np.sort(-corrected, axis=1))) >= settings["min_margin"]
     if sure.any():
         choice = unchosen(draft.slots)
         choice[slots[sure]] = corrected[sure].argmax(axis=1)

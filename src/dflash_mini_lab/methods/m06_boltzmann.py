@@ -30,7 +30,7 @@ def draw(
     """
     context = fingerprint(draft.committed)
     choice = []
-    for slot, tokens, logits, margin in zip(slots, ids.tolist(), scores.tolist(), margins(scores).tolist(), strict=True):
+    for slot, tokens, logits, margin in zip(slots, ids.tolist(), scores.tolist(), margins(scores), strict=True):
         temperature = max(warmest * math.exp(-margin), COLDEST * warmest)
         possible = [0, *(k for k in range(1, len(logits)) if logits[0] - logits[k] <= WIDEST_NOISE * temperature)]
         if len(possible) > 1:

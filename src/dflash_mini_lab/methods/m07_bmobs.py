@@ -16,7 +16,8 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     ids, scores = draft.top(int(settings["candidates"]))
     pairs = pair_scores(draft, ids)
     first = (draft.slots - 1) // 2
-    middle = first + int(margins(scores[first : draft.slots // 2 + 1]).argmin())
+    between = margins(scores[first : draft.slots // 2 + 1])
+    middle = first + between.index(min(between))
     here = slice(middle, middle + 1)
     choice = unchosen(draft.slots)
     choice[here] = draw(draft, [middle], ids[here], scores[here], settings["temperature"], SALT)

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 
-from dflash_mini_lab.paths import horizon
 from dflash_mini_lab.scores import margins
 from dflash_mini_lab.types import Draft, Method, Proposal
 
@@ -11,7 +11,8 @@ from dflash_mini_lab.types import Draft, Method, Proposal
 def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     """`threshold` θ is a margin in logits; θ = 0 is method 01."""
     ids, scores = draft.top(2)
-    return Proposal(tuple(ids[: horizon(margins(scores) < settings["threshold"]), 0].tolist()))
+    sure = takewhile(lambda pair: pair[1] >= settings["threshold"], zip(ids[:, 0].tolist(), margins(scores), strict=True))
+    return Proposal(tuple(token for token, _ in sure))
 
 
 ACT = Method(

@@ -35,7 +35,7 @@ def propose(
     `1 / (1 + exp(m/T'))`, `T' = T/(1 + 1.5 m)`. Work: two scores a draw.
     """
     tokens = ids[:, 0].tolist()
-    margin = margins(scores).tolist()
+    margin = margins(scores)
     unsure = [slot for slot, m in enumerate(margin) if m < cutoff]
     drawn = sorted(unsure, key=lambda slot: margin[slot] * (1 + LATER_SLOT * slot))[:budget]
     context = fingerprint(draft.committed) if drawn else 0

@@ -36,7 +36,7 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
 
 def routed(scores: np.ndarray, temperature: float, floor: float, budget: int) -> np.ndarray:
     """The slots to look at again, most urgent first; `scores [S, K]`."""
-    uncertainty = sigmoid(-margins(scores) / temperature)
+    uncertainty = sigmoid(-np.array(margins(scores)) / temperature)
     slots = np.flatnonzero(uncertainty >= floor)
     urgency = uncertainty[slots] / (1 + LATER_SLOT * slots)
     return slots[np.argsort(-urgency, kind="stable")[:budget]]

@@ -30,17 +30,24 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     assert fit is not None
     ids, scores = draft.top(fit.candidates)
     coarse = coarse_scores(scores)
-    fixed = fixed_features(scores, similarity(draft, ids))
+    slope, offset = correction(fit, coarse, fixed_features(scores, similarity(draft, ids)))
     refined = coarse
     for _ in range(fit.rounds):
-        refined = refine(fit, refined, coarse, fixed)
+        refined = refine(fit, refined, slope, offset)
     return Proposal.along(ids, refined.argmax(axis=1), work=fit.rounds * ids.size)
 
 
-def refine(fit: PararealFit, current: np.ndarray, coarse: np.ndarray, fixed: np.ndarray) -> np.ndarray:
-    """One round, `q ← centre(q + ω·clip(L·features(q)))`: `[S, K]` → `[S, K]`."""
-    correction = (features(current, coarse, fixed) - fit.mean) / fit.scale @ fit.weights + fit.intercept
-    return centred(current + fit.omega * np.clip(correction, -fit.clip, fit.clip))
+def correction(fit: PararealFit, coarse: np.ndarray, fixed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`L·features(q)`, standardised features, as `slope · q + offset`, `[S, 1]` and `[S, K]`: only the first feature and the last
+    know the current score. coarse `[S, K]`, fixed `[S, K, 5]`."""
+    weights = fit.weights / fit.scale
+    slope = weights[0] + weights[7] * slot_positions(len(coarse))[:, None]
+    return slope, weights[1] * coarse + fixed @ weights[2:7] + (fit.intercept - fit.mean @ weights)
+
+
+def refine(fit: PararealFit, current: np.ndarray, slope: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """One round, `q ← centre(q + ω·clip(slope · q + offset))`: `[S, K]` → `[S, K]`."""
+    return centred(current + fit.omega * np.clip(slope * current + offset, -fit.clip, fit.clip))
 
 
 def coarse_scores(scores: np.ndarray) -> np.ndarray:
@@ -61,7 +68,7 @@ def fixed_features(scores: np.ndarray, similar: np.ndarray) -> np.ndarray:
     parts = (
         (np.arange(candidates) / max(candidates - 1, 1))[None, :, None],
         slot_positions(slots)[:, None, None],
-        np.minimum(margins(scores), LARGEST)[:, None, None],
+        np.array([min(m, LARGEST) for m in margins(scores)])[:, None, None],
         similar,
     )
     return np.concatenate([np.broadcast_to(part, (slots, candidates, part.shape[-1])) for part in parts], axis=-1)

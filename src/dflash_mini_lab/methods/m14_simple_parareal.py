@@ -1,9 +1,7 @@
 """14 V14 Simple PARAREAL: the one slot whose second candidate the target probably prefers, by a three-number estimate."""
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from dflash_mini_lab.scores import LARGEST, margins
 from dflash_mini_lab.types import Draft, GapFit, Method, Proposal
@@ -15,18 +13,19 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     fit = draft.heads.gap
     assert fit is not None
     ids, scores = draft.top(2)
-    margin = np.minimum(margins(scores), LARGEST)
-    gap = margin + settings["omega"] * (target_gap(fit, margin) - margin)
+    margin = [min(m, LARGEST) for m in margins(scores)]
+    gap = [m + settings["omega"] * (f - m) for m, f in zip(margin, target_gap(fit, margin), strict=True)]
     tokens = ids[:, 0].tolist()
-    worst = int(gap.argmin())
+    worst = gap.index(min(gap))
     if gap[worst] < settings["threshold"]:
         tokens[worst] = int(ids[worst, 1])
-    return Proposal(tuple(tokens), work=gap.size)
+    return Proposal(tuple(tokens), work=len(gap))
 
 
-def target_gap(fit: GapFit, margin: np.ndarray) -> np.ndarray:
-    """`F̂ = a + b·G + c·i/(S-1)`: the target's gap between the draft's two best tokens, from the draft's `[S]`."""
-    return fit.intercept + fit.margin * margin + fit.slot * np.arange(len(margin)) / max(len(margin) - 1, 1)
+def target_gap(fit: GapFit, margin: Sequence[float]) -> list[float]:
+    """`F̂ = a + b·G + c·i/(S-1)`: the target's gap between the draft's two best tokens, from the draft's, S of them."""
+    last = max(len(margin) - 1, 1)
+    return [fit.intercept + fit.margin * m + fit.slot * slot / last for slot, m in enumerate(margin)]
 
 
 SIMPLE_PARAREAL = Method(

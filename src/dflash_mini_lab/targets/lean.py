@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_mini_lab.compiled import MOST_ROWS, CompiledLayers
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear
 from dflash_mini_lab.rotary import rotate
@@ -152,6 +153,8 @@ class LeanDecoder:
     plans: list[LinearPlan]
     padded_rows: dict[int, int]
     """Row counts that run faster as a larger one; the rows added are computed and thrown away."""
+    compiled: CompiledLayers | None = None
+    """The layers and the final norm as one call, for few rows of one sequence."""
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -192,7 +195,8 @@ class LeanDecoder:
             raise ValueError(f"{past} + {rows} tokens do not fit a cache of {cache.capacity}")
         if cache.last_rows:
             cache.keep(cache.last_rows)
-        run = self.padded_rows.get(rows, rows) if len(ids) == 1 else rows  # a batch has enough rows of its own
+        compiled = self.compiled if len(ids) == 1 and rows <= MOST_ROWS else None
+        run = self.padded_rows.get(rows, rows) if len(ids) == 1 and not compiled else rows  # a batch has enough rows of its own
         if past + run > len(self.rotation):
             run = rows
         x = F.embedding(F.pad(ids, (0, run - rows)) if run > rows else ids, self.embedding)
@@ -203,6 +207,12 @@ class LeanDecoder:
             if run > rows:
                 branches = branches.padded(run)
             rotation = self.rotation.index_select(0, past + branches.depths).view(run, 1, -1)
+        if compiled:
+            hiding = branches.hidden(self.embedding) if branches else None
+            x, tapped = compiled(x, cache.memory[:, :, 0], past, rotation[:, 0], taps, hiding)
+            cache.length, cache.last_rows = past + rows, rows
+            return x, tapped
+        if branches:
             mask = F.pad(branches.hidden(self.embedding)[:, :rows], (past, 0))
             mask_of = cache_of(lambda groups: mask.repeat(groups, 1))
 

@@ -5,18 +5,19 @@ Families: Llama, Qwen2, Qwen3, LFM2. What cannot be reproduced is refused by `un
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_mini_lab.compiled import AttentionLayer, CompiledLayers, compiled_head, compiled_layers
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import (
     BYTES_TO_DEFEAT_CACHE,
-    ONEDNN,
     PLAIN,
+    PREFETCHED,
     SCREENED,
     LinearPlan,
     PackedLinear,
@@ -91,7 +92,21 @@ def build_lean_decoder(
             rotation=_rotation_table(base.rotary_emb, min(capacity, config.max_position_embeddings), norm.weight.dtype),
             plans=list(plans.values()),
             padded_rows=padded,
+            compiled=_compiled(layers, _norm(norm)),
         )
+
+
+def _compiled(layers: Sequence[Layer], final_norm: RMSNorm) -> CompiledLayers | None:
+    """None where some are short convolutions: those run as single operations."""
+    attending = [(layer, layer.mixer) for layer in layers if isinstance(layer.mixer, Attention)]
+    if not layers or len(attending) < len(layers):
+        return None
+    like = attending[0][1]
+    parts = [
+        AttentionLayer(a.qkv, a.out, layer.gate_up, layer.down, layer.input_norm, layer.mlp_norm, a.qk_norm)
+        for layer, a in attending
+    ]
+    return compiled_layers(parts, final_norm, like.heads, like.kv_heads, like.head_dim)
 
 
 def _plans(model: Any, measure: bool, screen: bool) -> dict[tuple[int, ...], LinearPlan]:
@@ -129,7 +144,9 @@ def _fused_linears(model: Any) -> Iterator[_Fused]:
 
 def _head(weight: Tensor, bias: Tensor | None, plan: LinearPlan, padded: dict[int, int]) -> LMHead:
     if plan.storage == SCREENED:
-        return ScreenedHead(weight, PackedLinear(weight.bfloat16(), None, LinearPlan(weight.shape[0], weight.shape[1], ONEDNN)))
+        if screened := compiled_head(weight):
+            return ScreenedHead(weight, screened)
+        plan = replace(plan, storage=PREFETCHED)
     return FullHead(PackedLinear(weight, bias, plan), padded)
 
 

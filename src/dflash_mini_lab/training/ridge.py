@@ -17,7 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_mini_lab.methods.m12_parareal import FEATURES, coarse_scores, features, fixed_features, refine, slot_positions
+from dflash_mini_lab.methods.m12_parareal import (
+    FEATURES,
+    coarse_scores,
+    correction,
+    features,
+    fixed_features,
+    refine,
+    slot_positions,
+)
 from dflash_mini_lab.methods.m14_simple_parareal import target_gap
 from dflash_mini_lab.scores import centred
 from dflash_mini_lab.training.blocks import Blocks, cut_blocks
@@ -126,7 +134,7 @@ def judge_parareal(fit: PararealFit, samples: Samples) -> dict[str, Any]:
     fixed = _each(fixed_features, samples.scores, samples.similar)
     rounds = [coarse]
     for _ in range(fit.rounds):
-        rounds.append(_each(lambda *block: refine(fit, *block), rounds[-1], coarse, fixed))
+        rounds.append(_each(lambda q, *block: refine(fit, q, *correction(fit, *block)), rounds[-1], coarse, fixed))
     errors = [float(np.square(current - fine)[taught].mean()) for current in rounds]
     return {
         "held_out_slots": int(taught.sum()),
@@ -157,7 +165,7 @@ def judge_simple_parareal(fit: GapFit, samples: Samples) -> dict[str, Any]:
     margin, gap, known = _gaps(samples)
     if not known.any():
         return {"held_out_slots": 0}
-    estimate = _each(lambda block: target_gap(fit, block), margin)
+    estimate = _each(lambda block: np.array(target_gap(fit, block)), margin)
     worst = np.where(samples.inside, estimate, np.inf).argmin(1)[:, None]
     switched = np.take_along_axis(estimate, worst, 1)[:, 0] < 0
     second = known & (gap < 0)

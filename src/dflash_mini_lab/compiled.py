@@ -1,0 +1,296 @@
+"""Attention layers of few rows on a CPU as one compiled call: every thread runs the same program, and they meet at barriers.
+
+A pass of single tensor operations spends as long between its products as in them, for the weights have just driven every
+instruction and every Python object out of the cache. Here nothing but the arithmetic is left (programs.py, compiled by
+Numba); the products are those of prefetched_linear.py.
+
+A row's values are the same bits whether it is decoded alone or verified in a block: every sum runs in an order that does not
+depend on the number of rows.
+"""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_mini_lab.norms import RMSNorm
+from dflash_mini_lab.packed_linear import PREFETCHED, PackedLinear
+from dflash_mini_lab.prefetched_linear import TYPES, Kernel, kernel, rounded
+from dflash_mini_lab.scores import best
+
+MOST_ROWS = 32
+"""Of one call; a longer one has enough rows to keep single operations busy."""
+SUMMATION = 1e-4
+"""Relative error of a float32 sum of products, of any length that a head has."""
+ROWS_AT_ONCE = 4096
+"""Of a head, where a copy is made to look at it: the copies of all rows would be twice its size."""
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer's parts. `qk_norm`, weights `[heads + kv_heads, head_dim]`, is None without per-head norms."""
+
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    input_norm: RMSNorm
+    mlp_norm: RMSNorm
+    qk_norm: RMSNorm | None
+
+    @property
+    def products(self) -> tuple[PackedLinear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+class _Compiled:
+    """A program, what every call of it is told, and the tensors whose addresses it is told."""
+
+    def __init__(self, tiles: Kernel, program: Any, job: np.dtype, **told: float | Tensor) -> None:
+        self._parallel, self._program = tiles.parallel, program.address
+        self._job = np.zeros(1, job)
+        self._call, self._job_at = self._job.view(np.int64), self._job.ctypes.data
+        self._kept: dict[str, Tensor] = {}
+        self._tell(tile=tiles.tile, **told)
+
+    def _tell(self, **told: float | Tensor) -> None:
+        for name, value in told.items():
+            if isinstance(value, Tensor):
+                self._kept[name] = value
+            self._job[0][name] = value.data_ptr() if isinstance(value, Tensor) else value
+
+    def _run(self, *told: int) -> None:
+        """`told`: what changes from call to call, in the program's order; first of all the number of threads."""
+        self._call[: len(told)] = told
+        self._parallel(self._program, self._job_at, told[0], 0)
+
+    def _make_room(self, **sizes: int) -> None:
+        """Float32 scratch of at least so many elements."""
+        for name, size in sizes.items():
+            if name not in self._kept or self._kept[name].numel() < size:
+                self._tell(**{name: torch.empty(size)})
+
+
+class CompiledLayers(_Compiled):
+    """Layers of causal grouped-query attention and gated MLP, all of one shape, and the norm behind them. Not for two calls at
+    the same time."""
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        final_norm: RMSNorm,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        tiles: Kernel,
+        programs: Any,
+    ) -> None:
+        first, norms = layers[0], [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm)]
+        qk_norms = [layer.qk_norm.weight for layer in layers if layer.qk_norm]
+        self._hidden, inner = first.out.weight[1], first.down.weight[0].shape[1]
+        self._layers = layers  # their weights are read by address
+        self._taps: tuple[int, ...] | None = None
+        super().__init__(
+            tiles,
+            programs.layers_program,
+            programs.LAYERS_JOB,
+            layers=len(layers),
+            hidden=self._hidden,
+            inner=inner,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            normed_heads=heads + kv_heads if qk_norms else 0,
+            weights_at=torch.tensor([[_type_and_address(p.weight[0]) for p in layer.products] for layer in layers]),
+            norms_at=torch.stack([norm.weight for norm in (*norms, final_norm)]),
+            qk_norms_at=torch.stack(qk_norms).contiguous() if qk_norms else torch.zeros(0),
+            qkv_at=torch.empty(MOST_ROWS, (heads + 2 * kv_heads) * head_dim),
+            mixed_at=torch.empty(MOST_ROWS, heads * head_dim),
+            added_at=torch.empty(MOST_ROWS, self._hidden),
+            gate_up_at=torch.empty(MOST_ROWS, 2 * inner),
+            act_at=torch.empty(MOST_ROWS, inner),
+            eps=final_norm.eps,
+        )
+
+    def __call__(
+        self, x: Tensor, memory: Tensor, past: int, rotation: Tensor, taps: Sequence[int] = (), hiding: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`x [1, rows, hidden]` through every layer, normed, and the outputs of the layers in `taps`. Keys and values enter
+        `memory [layers, 2, kv_heads, capacity, head_dim]` behind the first `past`; `rotation [rows, head_dim / 2]`, complex.
+
+        `hiding [rows, rows]` is added to the scores of this call's own keys, 0 or -inf; None: a row sees those up to itself.
+        """
+        rows, capacity, threads = x.shape[1], memory.shape[3], torch.get_num_threads()
+        if not 0 < rows <= MOST_ROWS or past + rows > capacity:
+            raise ValueError(f"{past} + {rows} rows: at most {MOST_ROWS} at once, and {capacity} in all")
+        stream = threads * MOST_ROWS * self._hidden
+        self._make_room(stream_at=stream, norm_at=stream, scores_at=threads * capacity)
+        if self._taps != tuple(taps):
+            self._taps, self._tap_layers = tuple(taps), torch.tensor(sorted(taps), dtype=torch.int64)
+        x, rotation, hiding = x.contiguous(), rotation.contiguous(), None if hiding is None else hiding.contiguous()
+        out, tapped = torch.empty_like(x), x.new_empty(len(taps), 1, rows, self._hidden)
+        addresses = (tensor.data_ptr() for tensor in (x, out, tapped, self._tap_layers, rotation, memory))
+        hiding_at = 0 if hiding is None else hiding.data_ptr()
+        self._run(threads, rows, past, capacity, hiding is not None, len(taps), *addresses, hiding_at)
+        order = sorted(range(len(taps)), key=taps.__getitem__)
+        found = dict(zip(order, tapped, strict=True))
+        return out, [found[place] for place in range(len(taps))]
+
+
+class CompiledContext(_Compiled):
+    """What a block drafter does with new features: fused, normed, and turned into every layer's keys and values."""
+
+    def __init__(
+        self,
+        fc: PackedLinear,
+        norm: RMSNorm,
+        context_kv: PackedLinear,
+        k_norm: RMSNorm,
+        layers: int,
+        tiles: Kernel,
+        programs: Any,
+    ) -> None:
+        """`context_kv`: every layer's key rows, then every layer's value rows; `k_norm`: `[layers · kv_heads, head_dim]`."""
+        hidden, (heads, head_dim) = fc.weight[1], k_norm.weight.shape
+        self._products, self._hidden = (fc, context_kv), hidden
+        super().__init__(
+            tiles,
+            programs.context_program,
+            programs.CONTEXT_JOB,
+            features=fc.weight[0].shape[1],
+            hidden=hidden,
+            layers=layers,
+            kv_heads=heads // layers,
+            head_dim=head_dim,
+            weights_at=torch.tensor([_type_and_address(product.weight[0]) for product in self._products]),
+            norm_at=norm.weight.contiguous(),
+            k_norm_at=k_norm.weight.contiguous(),
+            projected_at=torch.empty(MOST_ROWS, hidden),
+            kv_at=torch.empty(MOST_ROWS, 2 * heads * head_dim),
+            eps=norm.eps,
+        )
+
+    def __call__(self, features: Tensor, memory: Tensor, past: int, rotation: Tensor) -> Tensor:
+        """`features [rows, taps · hidden]` → fused `[rows, hidden]`; `memory`, `past` and `rotation` as for CompiledLayers."""
+        rows, capacity = len(features), memory.shape[3]
+        if not 0 < rows <= MOST_ROWS or past + rows > capacity:
+            raise ValueError(f"{past} + {rows} rows: at most {MOST_ROWS} at once, and {capacity} in all")
+        features, rotation, fused = features.contiguous(), rotation.contiguous(), features.new_empty(rows, self._hidden)
+        addresses = (tensor.data_ptr() for tensor in (features, fused, rotation, memory))
+        self._run(torch.get_num_threads(), rows, past, capacity, *addresses)
+        return fused
+
+
+class CompiledHead(_Compiled):
+    """Greedy tokens of a float32 LM head that is read in 16 bits.
+
+    A greedy token is one row of the head out of tens of thousands. With ŵ the rounded weight, |ŵ·x - w·x| ≤ ‖w - ŵ‖·‖x‖ by
+    Cauchy and Schwarz. Twice that below the best product no token can win; the few others are computed in full. The token is the
+    full head's own.
+    """
+
+    def __init__(self, weight: Tensor, tiles: Kernel, programs: Any) -> None:
+        """`weight [vocabulary, hidden]`: a tied head's is the embedding itself, not held twice."""
+        hidden = weight.shape[1]
+        lost, longest = 0.0, 0.0
+        for rows in weight.split(ROWS_AT_ONCE):
+            lost = max(lost, float((rows - rounded(rows)).norm(dim=1).max()))
+            longest = max(longest, float(rows.norm(dim=1).max()))
+        self._screen = tiles.pack(rounded(weight))[0]
+        self.outputs = self._screen.shape[0] * tiles.tile
+        super().__init__(
+            tiles,
+            programs.head_program,
+            programs.HEAD_JOB,
+            hidden=hidden,
+            outputs=self.outputs,
+            screen_at=torch.tensor(_type_and_address(self._screen)),
+            weight_at=weight,
+            screened_at=torch.empty(MOST_ROWS, self.outputs),
+            lost=lost + SUMMATION * longest,
+        )
+
+    def __call__(self, hidden: Tensor, vocabulary: int) -> Tensor:
+        """`hidden [rows, hidden]` → ids `[rows]` of the largest logits among the first `vocabulary`, of equal ones the lowest."""
+        return torch.cat([self._few(rows.contiguous(), vocabulary) for rows in hidden.split(MOST_ROWS)])
+
+    def _few(self, hidden: Tensor, vocabulary: int) -> Tensor:
+        rows, threads = len(hidden), torch.get_num_threads()
+        each = threads * MOST_ROWS
+        self._make_room(tops_at=each, logits_at=each)
+        ids = torch.empty(threads + 1, rows, dtype=torch.int64)
+        self._run(threads, rows, vocabulary, hidden.data_ptr(), ids.data_ptr())
+        return ids[threads]
+
+
+def compiled_head(weight: Tensor) -> CompiledHead | None:
+    """None where this machine cannot run it, or the weight is not float32 on a CPU."""
+    if weight.dtype != torch.float32 or weight.is_cuda or (found := _program_for([])) is None:
+        return None
+    return CompiledHead(weight.contiguous(), *found)
+
+
+def compiled_layers(
+    layers: Sequence[AttentionLayer], final_norm: RMSNorm, heads: int, kv_heads: int, head_dim: int
+) -> CompiledLayers | None:
+    """The layers as one program; None where this machine cannot run it, or where a weight or a norm is not such as it reads."""
+    if not layers or (found := _program_for([product for layer in layers for product in layer.products])) is None:
+        return None
+    norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm, layer.qk_norm) if norm]
+    if any(norm.eps != final_norm.eps for norm in norms):
+        return None
+    return CompiledLayers(layers, final_norm, heads, kv_heads, head_dim, *found)
+
+
+def compiled_context(
+    fc: PackedLinear, norm: RMSNorm, context_kv: PackedLinear, k_norm: RMSNorm, layers: int
+) -> CompiledContext | None:
+    """As `compiled_layers`."""
+    if (found := _program_for([fc, context_kv])) is None or norm.eps != k_norm.eps:
+        return None
+    return CompiledContext(fc, norm, context_kv, k_norm, layers, *found)
+
+
+def compiled_best(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `scores.best`, which it is where there is nothing compiled."""
+    if logits.dtype != np.float32 or (found := _program_for([])) is None:
+        return best(logits, k)
+    columns, scores = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
+    found[1].best(logits, columns, scores)
+    return columns, scores
+
+
+def _program_for(products: Sequence[PackedLinear]) -> tuple[Kernel, Any] | None:
+    """The kernel and the module of programs, where all of `products` are the kernel's, in whole tiles and without a bias."""
+    tiles = kernel()
+    if tiles is None or (program := _programs(tiles)) is None:
+        return None
+    ours = all(p.storage == PREFETCHED and p.bias is None and p.weight[1] % tiles.tile == 0 for p in products)
+    return (tiles, program) if ours else None
+
+
+def _type_and_address(packed: Tensor) -> tuple[int, int]:
+    return TYPES.index(packed.dtype), packed.data_ptr()
+
+
+@cache
+def _programs(tiles: Kernel) -> Any:
+    """The module of programs; None without Numba."""
+    import llvmlite.binding as llvm
+
+    for name, address in {
+        "dflash_tiles": tiles.tiles_address,
+        "omp_get_thread_num": ctypes.cast(tiles.openmp.omp_get_thread_num, ctypes.c_void_p).value,
+        "GOMP_barrier": ctypes.cast(tiles.openmp.GOMP_barrier, ctypes.c_void_p).value,
+    }.items():
+        llvm.add_symbol(name, address)
+    try:
+        from dflash_mini_lab import programs
+    except ImportError:
+        return None
+    return programs

@@ -1,0 +1,338 @@
+"""The program of compiled.py: what each thread does for one call.
+
+Importing this compiles it, or reads what an earlier process compiled; LLVM must know by then the symbols that it names
+(`compiled._programs`). Sums may be regrouped into vectors, never by the number of rows.
+"""
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from numba import carray, cfunc, config, from_dtype, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+EVERY = ("threads", "rows", "past", "capacity")
+"""What is told with every call begins with this."""
+LAYERS_CALL = (
+    *EVERY,
+    *("branching", "taps", "x_at", "out_at", "tapped_at", "tap_layers_at", "rotation_at", "memory_at", "hiding_at"),
+)
+LAYERS = (
+    *("tile", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads"),
+    *("weights_at", "norms_at", "qk_norms_at"),
+    *("stream_at", "norm_at", "scores_at", "qkv_at", "mixed_at", "added_at", "gate_up_at", "act_at", "eps"),
+)
+CONTEXT_CALL = (*EVERY, "features_at", "fused_at", "rotation_at", "memory_at")
+CONTEXT = (
+    *("tile", "features", "hidden", "layers", "kv_heads", "head_dim"),
+    *("weights_at", "norm_at", "k_norm_at", "projected_at", "kv_at", "eps"),
+)
+HEAD_CALL = ("threads", "rows", "vocabulary", "x_at", "ids_at")
+HEAD = ("tile", "hidden", "outputs", "screen_at", "weight_at", "screened_at", "tops_at", "logits_at", "lost")
+
+
+def job(*names: str) -> np.dtype:
+    """What a program is told, in 8 bytes each: the last is a float, `…_at` are addresses."""
+    return np.dtype([*((name, np.int64) for name in names[:-1]), (names[-1], np.float64)])
+
+
+LAYERS_JOB, CONTEXT_JOB, HEAD_JOB = job(*LAYERS_CALL, *LAYERS), job(*CONTEXT_CALL, *CONTEXT), job(*HEAD_CALL, *HEAD)
+
+if llvm.get_host_cpu_features().get("avx512f"):  # LLVM's default for many of these processors is half as wide
+    config.CPU_NAME, config.CPU_FEATURES = llvm.get_host_cpu_name(), f"{llvm.get_host_cpu_features().flatten()},-prefer-256-bit"
+
+f32 = np.float32
+BLOCK = 64
+"""Numbers whose largest is looked at first, where few of many are wanted."""
+thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+barrier = types.ExternalFunction("GOMP_barrier", types.void())
+multiply_tiles = types.ExternalFunction("dflash_tiles", types.void(*[types.int64] * 9))
+"""`multiply_tiles(type of the weight, x, weight, y, rows, inputs, outputs, first tile, end tile)`; addresses are integers."""
+compiled = njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, error_model="numpy", cache=True)
+
+
+@intrinsic
+def pointer(_: Any, address: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), build
+
+
+LOG2_E = f32(np.log2(np.e))
+C0, C1, C2, C3, C4, C5, C6 = (f32(np.log(2.0) ** n / np.prod(np.arange(1.0, n + 1))) for n in range(7))
+
+
+@njit(error_model="numpy", inline="always", cache=True)
+def exp(x):  # of x ≤ 0, to 2⁻²²: 2^n · 2^r, r in [-1/2, 1/2] by Taylor's series
+    power = max(x * LOG2_E, f32(-126))
+    n = np.int32(power - f32(0.5))
+    r = power - f32(n)
+    series = C0 + r * (C1 + r * (C2 + r * (C3 + r * (C4 + r * (C5 + r * C6)))))
+    return series * np.int32(np.int32(n + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@compiled
+def share(count, thread, threads):
+    return count * thread // threads, count * (thread + 1) // threads
+
+
+@compiled
+def normalise(x, weight, eps, out):
+    total = f32(0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    scale = f32(1) / np.sqrt(total / f32(len(x)) + eps)
+    for i in range(len(x)):
+        out[i] = x[i] * scale * weight[i]
+
+
+@compiled
+def add(x, y):
+    for i in range(len(x)):
+        x[i] += y[i]
+
+
+@compiled
+def rotate(x, turn, scale, out):
+    for i in range(len(x) // 2):
+        a, b, cosine, sine = x[2 * i], x[2 * i + 1], turn[2 * i], turn[2 * i + 1]
+        out[2 * i], out[2 * i + 1] = (a * cosine - b * sine) * scale, (a * sine + b * cosine) * scale
+
+
+@compiled
+def gate(gates, ups, out):  # silu(g) · u
+    for i in range(len(out)):
+        g = gates[i]
+        e = exp(-abs(g))
+        out[i] = g * (f32(1) if g >= f32(0) else e) / (f32(1) + e) * ups[i]
+
+
+@compiled
+def largest(x):
+    top = f32(-np.inf)
+    for i in range(len(x)):
+        top = max(top, x[i])
+    return top
+
+
+@compiled
+def score(q, keys, scores):  # four at a time: their sums do not wait for each other
+    whole = len(scores) // 4 * 4
+    for p in range(0, whole, 4):
+        k0, k1, k2, k3 = keys[p], keys[p + 1], keys[p + 2], keys[p + 3]
+        s0 = s1 = s2 = s3 = f32(0)
+        for i in range(len(q)):
+            s0 += q[i] * k0[i]
+            s1 += q[i] * k1[i]
+            s2 += q[i] * k2[i]
+            s3 += q[i] * k3[i]
+        scores[p], scores[p + 1], scores[p + 2], scores[p + 3] = s0, s1, s2, s3
+    for p in range(whole, len(scores)):
+        k, s0 = keys[p], f32(0)
+        for i in range(len(q)):
+            s0 += q[i] * k[i]
+        scores[p] = s0
+
+
+@compiled
+def mix(scores, values, out):  # softmax(scores) · values; scores are overwritten
+    top, total = largest(scores), f32(0)
+    for p in range(len(scores)):
+        scores[p] = exp(scores[p] - top)
+        total += scores[p]
+    for i in range(len(out)):
+        out[i] = f32(0)
+    whole = len(scores) // 4 * 4
+    for p in range(0, whole, 4):
+        v0, v1, v2, v3 = values[p], values[p + 1], values[p + 2], values[p + 3]
+        w0, w1, w2, w3 = scores[p], scores[p + 1], scores[p + 2], scores[p + 3]
+        for i in range(len(out)):
+            out[i] += w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i]
+    for p in range(whole, len(scores)):
+        v, w0 = values[p], scores[p]
+        for i in range(len(out)):
+            out[i] += w0 * v[i]
+    for i in range(len(out)):
+        out[i] /= total
+
+
+@compiled
+def multiply(weight, x_at, y_at, rows, inputs, outputs, tile, thread, threads):  # this thread's tiles of x · weightᵀ
+    first, end = share(outputs // tile, thread, threads)
+    multiply_tiles(weight[0], x_at, weight[1], y_at, rows, inputs, outputs, first, end)
+
+
+@cfunc(types.void(types.CPointer(from_dtype(LAYERS_JOB))), cache=True)
+def layers_program(job_at):
+    job = carray(job_at, 1)[0]
+    thread, threads, tile = thread_number(), job.threads, job.tile
+    rows, past, d = job.rows, job.past, job.head_dim
+    heads, kv_heads, hidden, inner = job.heads, job.kv_heads, job.hidden, job.inner
+    groups, wide, eps = heads // kv_heads, (heads + 2 * kv_heads) * d, f32(job.eps)
+    x = carray(pointer(job.x_at), (rows, hidden), f32)
+    out = carray(pointer(job.out_at), (rows, hidden), f32)
+    tapped = carray(pointer(job.tapped_at), (job.taps, rows, hidden), f32)
+    rotation = carray(pointer(job.rotation_at), (rows, d), f32)
+    hiding = carray(pointer(job.hiding_at), (rows, rows), f32)
+    tap_layers = carray(pointer(job.tap_layers_at), (job.taps,), np.int64)
+    weights = carray(pointer(job.weights_at), (job.layers, 4, 2), np.int64)
+    norms = carray(pointer(job.norms_at), (2 * job.layers + 1, hidden), f32)
+    qk_norms = carray(pointer(job.qk_norms_at), (job.layers, job.normed_heads, d), f32)
+    memory = carray(pointer(job.memory_at), (job.layers, 2, kv_heads, job.capacity, d), f32)
+    qkv = carray(pointer(job.qkv_at), (rows, wide), f32)
+    mixed = carray(pointer(job.mixed_at), (rows, heads * d), f32)
+    added = carray(pointer(job.added_at), (rows, hidden), f32)
+    gate_up = carray(pointer(job.gate_up_at), (rows, 2 * inner), f32)
+    act = carray(pointer(job.act_at), (rows, inner), f32)
+    stream_at, norm_at = job.stream_at + thread * 4 * rows * hidden, job.norm_at + thread * 4 * rows * hidden
+    stream, normed = carray(pointer(stream_at), (rows, hidden), f32), carray(pointer(norm_at), (rows, hidden), f32)
+    scores = carray(pointer(job.scores_at + thread * 4 * job.capacity), (job.capacity,), f32)
+    first_head, end_head = share(heads + 2 * kv_heads, thread, threads)
+    first_item, end_item = share(heads * rows, thread, threads)
+    first_gate, end_gate = share(inner, thread, threads)
+
+    for r in range(rows):  # every thread has its own copy of the residual stream, so that norms need no barrier
+        stream[r] = x[r]
+    done = 0
+    for layer in range(job.layers):
+        for r in range(rows):
+            normalise(stream[r], norms[2 * layer], eps, normed[r])
+        multiply(weights[layer, 0], norm_at, job.qkv_at, rows, hidden, wide, tile, thread, threads)
+        barrier()
+        for h in range(first_head, end_head):
+            for r in range(rows):
+                part = qkv[r, h * d : (h + 1) * d]
+                if h < job.normed_heads:
+                    normalise(part, qk_norms[layer, h], eps, part)
+                if h < heads:
+                    rotate(part, rotation[r], f32(1) / np.sqrt(f32(d)), part)
+                elif h < heads + kv_heads:
+                    rotate(part, rotation[r], f32(1), memory[layer, 0, h - heads, past + r])
+                else:
+                    memory[layer, 1, h - heads - kv_heads, past + r] = part
+        barrier()
+        for item in range(first_item, end_item):
+            h, r = item // rows, item % rows
+            seen = past + (rows if job.branching else r + 1)
+            score(qkv[r, h * d : (h + 1) * d], memory[layer, 0, h // groups], scores[:seen])
+            if job.branching:
+                add(scores[past:seen], hiding[r])
+            mix(scores[:seen], memory[layer, 1, h // groups], mixed[r, h * d : (h + 1) * d])
+        barrier()
+        multiply(weights[layer, 1], job.mixed_at, job.added_at, rows, heads * d, hidden, tile, thread, threads)
+        barrier()
+        for r in range(rows):
+            add(stream[r], added[r])
+            normalise(stream[r], norms[2 * layer + 1], eps, normed[r])
+        multiply(weights[layer, 2], norm_at, job.gate_up_at, rows, hidden, 2 * inner, tile, thread, threads)
+        barrier()
+        for r in range(rows):
+            ups = gate_up[r, inner + first_gate : inner + end_gate]
+            gate(gate_up[r, first_gate:end_gate], ups, act[r, first_gate:end_gate])
+        barrier()
+        multiply(weights[layer, 3], job.act_at, job.added_at, rows, inner, hidden, tile, thread, threads)
+        barrier()
+        for r in range(rows):
+            add(stream[r], added[r])
+        if thread == 0 and done < job.taps and tap_layers[done] == layer:
+            tapped[done] = stream
+            done += 1
+    if thread == 0:
+        for r in range(rows):
+            normalise(stream[r], norms[2 * job.layers], eps, out[r])
+
+
+@cfunc(types.void(types.CPointer(from_dtype(CONTEXT_JOB))), cache=True)
+def context_program(job_at):
+    job = carray(job_at, 1)[0]
+    thread, threads, tile = thread_number(), job.threads, job.tile
+    rows, past, hidden, d, eps = job.rows, job.past, job.hidden, job.head_dim, f32(job.eps)
+    heads = job.layers * job.kv_heads
+    weights = carray(pointer(job.weights_at), (2, 2), np.int64)
+    norm = carray(pointer(job.norm_at), (hidden,), f32)
+    k_norm = carray(pointer(job.k_norm_at), (heads, d), f32)
+    rotation = carray(pointer(job.rotation_at), (rows, d), f32)
+    memory = carray(pointer(job.memory_at), (job.layers, 2, job.kv_heads, job.capacity, d), f32)
+    projected = carray(pointer(job.projected_at), (rows, hidden), f32)
+    fused = carray(pointer(job.fused_at), (rows, hidden), f32)
+    kv = carray(pointer(job.kv_at), (rows, 2, heads, d), f32)
+    first_row, end_row = share(rows, thread, threads)
+    first_head, end_head = share(heads, thread, threads)
+
+    multiply(weights[0], job.features_at, job.projected_at, rows, job.features, hidden, tile, thread, threads)
+    barrier()
+    for r in range(first_row, end_row):
+        normalise(projected[r], norm, eps, fused[r])
+    barrier()
+    multiply(weights[1], job.fused_at, job.kv_at, rows, hidden, 2 * heads * d, tile, thread, threads)
+    barrier()
+    for h in range(first_head, end_head):
+        layer, head = h // job.kv_heads, h % job.kv_heads
+        for r in range(rows):
+            normalise(kv[r, 0, h], k_norm[h], eps, kv[r, 0, h])
+            rotate(kv[r, 0, h], rotation[r], f32(1), memory[layer, 0, head, past + r])
+            memory[layer, 1, head, past + r] = kv[r, 1, h]
+
+
+@cfunc(types.void(types.CPointer(from_dtype(HEAD_JOB))), cache=True)
+def head_program(job_at):
+    job = carray(job_at, 1)[0]
+    thread, threads, tile, rows, hidden, outputs = thread_number(), job.threads, job.tile, job.rows, job.hidden, job.outputs
+    x = carray(pointer(job.x_at), (rows, hidden), f32)
+    screen = carray(pointer(job.screen_at), (2,), np.int64)
+    weight = carray(pointer(job.weight_at), (job.vocabulary, hidden), f32)
+    screened = carray(pointer(job.screened_at), (rows, outputs), f32)
+    tops = carray(pointer(job.tops_at), (threads, rows), f32)
+    logits = carray(pointer(job.logits_at), (threads, rows), f32)
+    ids = carray(pointer(job.ids_at), (threads + 1, rows), np.int64)
+    first, end = share(outputs // tile, thread, threads)
+    first, end = min(first * tile, job.vocabulary), min(end * tile, job.vocabulary)
+
+    multiply(screen, job.x_at, job.screened_at, rows, hidden, outputs, tile, thread, threads)
+    for r in range(rows):
+        tops[thread, r] = largest(screened[r, first:end])
+    barrier()
+    one = np.empty(1, f32)
+    for r in range(rows):
+        length = f32(0)
+        for i in range(hidden):
+            length += x[r, i] * x[r, i]
+        least = largest(tops[:, r]) - f32(2 * job.lost) * np.sqrt(length)
+        logits[thread, r], ids[thread, r] = f32(-np.inf), 0
+        for start in range(first, end, BLOCK):
+            block = screened[r, start : min(start + BLOCK, end)]
+            if largest(block) >= least:
+                for place in range(len(block)):
+                    if block[place] >= least:
+                        token = start + place
+                        score(x[r], weight[token : token + 1], one)
+                        if one[0] > logits[thread, r]:
+                            logits[thread, r], ids[thread, r] = one[0], token
+    barrier()
+    if thread == 0:
+        for r in range(rows):
+            winner = 0
+            for other in range(1, threads):
+                if logits[other, r] > logits[winner, r]:
+                    winner = other
+            ids[threads, r] = ids[winner, r]
+
+
+@compiled
+def best(logits, columns, scores):  # as scores.best, into `columns` and `scores [S, k]`
+    slots, k = columns.shape
+    for s in range(slots):
+        for place in range(k):
+            columns[s, place], scores[s, place] = 0, f32(-np.inf)
+        for start in range(0, logits.shape[1], BLOCK):
+            block = logits[s, start : start + BLOCK]
+            if not largest(block) > scores[s, k - 1]:
+                continue
+            for column in range(len(block)):
+                place, z = k - 1, block[column]
+                if z > scores[s, place]:
+                    while place > 0 and z > scores[s, place - 1]:
+                        columns[s, place], scores[s, place] = columns[s, place - 1], scores[s, place - 1]
+                        place -= 1
+                    columns[s, place], scores[s, place] = start + column, z

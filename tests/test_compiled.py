@@ -1,0 +1,143 @@
+"""Compiled layers: the single operations' values, one row's bits alone and in a block, and nothing where they cannot run."""
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from tests.test_heads import CONFIG, Features, drafter_tensors
+from tests.tiny_models import COMPILED, HIDDEN, POSITIONS, TAPS, compiled_decoder, random_ids, tiny_model
+
+from dflash_mini_lab import compiled
+from dflash_mini_lab.compiled import MOST_ROWS, AttentionLayer, compiled_best, compiled_context, compiled_head, compiled_layers
+from dflash_mini_lab.drafters.block import BlockDrafter
+from dflash_mini_lab.norms import RMSNorm
+from dflash_mini_lab.packed_linear import PREFETCHED, LinearPlan, PackedLinear
+from dflash_mini_lab.prefetched_linear import kernel, rounded
+from dflash_mini_lab.scores import best
+
+pytestmark = pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
+
+
+def packed(outputs: int, inputs: int, bias: bool = False) -> PackedLinear:
+    weight = torch.randn(outputs, inputs)
+    return PackedLinear(weight, torch.randn(outputs) if bias else None, LinearPlan(outputs, inputs, PREFETCHED))
+
+
+def layer(bias: bool = False, inner: int = 32, eps: float = 1e-5) -> AttentionLayer:
+    norms = (RMSNorm(torch.ones(32), eps), RMSNorm(torch.ones(32), 1e-5))
+    return AttentionLayer(packed(64, 32, bias), packed(32, 32), packed(2 * inner, 32), packed(32, inner), *norms, None)
+
+
+@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_alone_and_in_a_block_and_in_any_number_of_threads(family: str, threads: int) -> None:
+    decoder, before = compiled_decoder(family), torch.get_num_threads()
+    ids = torch.tensor([random_ids(40, 5)])
+    whole, taps = decoder.forward(ids[:, :MOST_ROWS], decoder.new_cache(64), TAPS)
+    try:
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 5, 8):
+            cache, hidden, tapped = decoder.new_cache(64), [], []
+            for place in range(0, MOST_ROWS, rows):
+                found, tap = decoder.forward(ids[:, place : min(place + rows, MOST_ROWS)], cache, TAPS)
+                hidden.append(found)
+                tapped.append(tap)
+            assert torch.equal(torch.cat(hidden, 1), whole)
+            for index in range(len(TAPS)):
+                assert torch.equal(torch.cat([tap[index] for tap in tapped], 1), taps[index])
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def test_taps_come_in_the_order_that_they_are_asked_in() -> None:
+    decoder, ids = compiled_decoder("qwen3"), torch.tensor([[4, 5, 6]])
+    _, (first, third) = decoder.forward(ids, decoder.new_cache(8), (0, 2))
+    _, (again, second, once_more) = decoder.forward(ids, decoder.new_cache(8), (2, 1, 0))
+    assert torch.equal(again, third)
+    assert torch.equal(once_more, first)
+    assert not torch.equal(second, first)
+
+
+@torch.inference_mode()
+def test_a_longer_call_runs_as_single_operations_and_fits_on_to_the_program() -> None:
+    decoder = compiled_decoder("qwen3")
+    plain = replace(decoder, compiled=None)
+    ids = torch.tensor([random_ids(MOST_ROWS + 20, 1)])
+    mixed, single = decoder.new_cache(80), plain.new_cache(80)
+    for rows in (ids[:, : MOST_ROWS + 1], ids[:, MOST_ROWS + 1 : -3], ids[:, -3:]):
+        found, wanted = decoder.forward(rows, mixed)[0], plain.forward(rows, single)[0]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+
+
+@torch.inference_mode()
+def test_a_compiled_drafter_scores_as_the_single_operations_do() -> None:
+    model = tiny_model("llama")
+    parts = (CONFIG, drafter_tensors(), model.get_input_embeddings().weight.detach().float())
+    head = rounded(model.get_output_embeddings().weight.detach().float())
+    plain = BlockDrafter(*parts, head, POSITIONS, measure=False)
+    with patch("dflash_mini_lab.drafters.block.measure_plan", lambda weights: LinearPlan(*weights[0].shape, PREFETCHED)):
+        drafter = BlockDrafter(*parts, head, POSITIONS)
+    assert plain.compiled is plain.compiled_context is None
+    assert drafter.compiled is not None
+    assert drafter.compiled_context is not None
+    rows = torch.randn(60, len(TAPS) * HIDDEN, generator=torch.Generator().manual_seed(2))
+    sessions = [(one.start(features, 80), features) for one in (plain, drafter) for features in [Features(rows)]]
+    ids, committed = random_ids(61, 3), []
+    for length in (40, 41, 43, 48, 61):
+        committed += ids[len(committed) : length]
+        drafts = []
+        for session, features in sessions:
+            features.upto = length - 1
+            drafts.append(session.draft(committed))
+        for part in ("context", "states"):
+            np.testing.assert_allclose(getattr(drafts[0], part)(), getattr(drafts[1], part)(), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(drafts[0].logits()[0], drafts[1].logits()[0], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 9])
+def test_the_best_candidates_are_those_of_the_plain_search(k: int) -> None:
+    generator = np.random.default_rng(1)
+    for columns in (9, 64, 65, 1000):
+        logits = generator.integers(0, 20, (5, columns)).astype(np.float32)
+        for found, wanted in zip(compiled_best(logits, k), best(logits, k), strict=True):
+            assert np.array_equal(found, wanted)
+            assert found.dtype == wanted.dtype
+    assert compiled_best(logits.astype(np.float64), k)[1].dtype == np.float64
+
+
+def test_layers_that_the_program_does_not_cover_are_left_to_single_operations() -> None:
+    final = RMSNorm(torch.ones(32), 1e-5)
+    assert compiled_layers([layer()], final, 4, 2, 8) is not None
+    assert compiled_layers([], final, 4, 2, 8) is None
+    assert compiled_layers([layer(), layer(bias=True)], final, 4, 2, 8) is None
+    assert compiled_layers([layer(), layer(inner=24)], final, 4, 2, 8) is None, "no whole tiles"
+    assert compiled_layers([layer(eps=1e-6)], final, 4, 2, 8) is None
+    plain = AttentionLayer(**{**vars(layer()), "out": PackedLinear(torch.ones(32, 32), None, LinearPlan(32, 32, "plain"))})
+    assert compiled_layers([plain], final, 4, 2, 8) is None
+
+
+def test_too_many_rows_or_positions_are_refused() -> None:
+    found = compiled_layers([layer()], RMSNorm(torch.ones(32), 1e-5), 4, 2, 8)
+    assert found is not None
+    memory, rotation = torch.zeros(1, 2, 2, 50, 8), torch.ones(50, 4, dtype=torch.complex64)
+    for rows, past in ((0, 0), (MOST_ROWS + 1, 0), (2, 49)):
+        with pytest.raises(ValueError, match="at most 32 at once, and 50 in all"):
+            found(torch.zeros(1, rows, 32), memory, past, rotation[:rows])
+
+
+def test_a_machine_without_a_kernel_or_numba_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    final = RMSNorm(torch.ones(32), 1e-5)
+    fc, context, k_norm = packed(32, 64), packed(64, 32), RMSNorm(torch.ones(4, 8), 1e-5)
+    assert compiled_context(fc, final, context, k_norm, 2) is not None
+    for part in ("kernel", "_programs"):
+        with monkeypatch.context() as without:
+            without.setattr(compiled, part, lambda *_: None)
+            assert compiled_layers([layer()], final, 4, 2, 8) is None
+            assert compiled_context(fc, final, context, k_norm, 2) is None
+            assert compiled_head(torch.zeros(8, 4)) is None
+            assert compiled_best(np.array([[1.0, 3.0]], np.float32), 1)[0].tolist() == [[1]]
