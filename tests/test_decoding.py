@@ -23,7 +23,7 @@ DRAFTERS = ("right", "wrong", "random")
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.slug)
 @pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("family", [*FAMILIES, "plain llama"])
+@pytest.mark.parametrize("family", [*FAMILIES, "plain llama", "plain lfm2"])
 def test_every_method_answers_as_plain_greedy_decoding_does(family: str, kind: str, method) -> None:
     for seed, path in enumerate([*paths_of(method), *(["compiled"] if family in COMPILED else [])]):
         prompt = random_ids(5 + seed, seed)

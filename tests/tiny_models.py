@@ -36,8 +36,8 @@ from dflash_mini_lab.types import Heads, Method
 VOCABULARY, HIDDEN = 61, 32
 POSITIONS = 160
 FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
-COMPILED = ("plain llama", "qwen3")
-"""Whose layers run as one compiled program: attention without biases. Float32, so their values are right to `tolerance`."""
+COMPILED = ("plain llama", "qwen3", "plain lfm2")
+"""Whose layers run as one compiled program: no biases in their products. Float32, so their values are right to `tolerance`."""
 WINDOWED = ("gemma3", "mistral", "windowed qwen2")
 """Run on the library path alone, some or all of their layers with a window of WINDOW tokens."""
 WINDOW = 12
@@ -60,6 +60,8 @@ def tiny_config(family: str):
         return LlamaConfig(**_SHAPE, head_dim=8, attention_bias=True)
     if family == "plain llama":
         return LlamaConfig(**_SHAPE, head_dim=8)
+    if family == "plain lfm2":
+        return Lfm2Config(**_SHAPE, full_attn_idxs=[1, 3], conv_bias=False, block_auto_adjust_ff_dim=False)
     if family == "qwen2":
         return Qwen2Config(**_SHAPE, tie_word_embeddings=True)
     if family == "qwen3":

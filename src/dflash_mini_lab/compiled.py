@@ -48,6 +48,24 @@ class AttentionLayer:
         return self.qkv, self.out, self.gate_up, self.down
 
 
+@dataclass(frozen=True)
+class ConvolutionLayer:
+    """LFM2's gated short convolution; `kernel [taps, hidden]`, oldest input first, `bias [hidden]`."""
+
+    in_proj: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    input_norm: RMSNorm
+    mlp_norm: RMSNorm
+    kernel: Tensor
+    bias: Tensor | None
+
+    @property
+    def products(self) -> tuple[PackedLinear, ...]:
+        return self.in_proj, self.out, self.gate_up, self.down
+
+
 class _Compiled:
     """A program, what every call of it is told, and the tensors whose addresses it is told."""
 
@@ -77,12 +95,12 @@ class _Compiled:
 
 
 class CompiledLayers(_Compiled):
-    """Layers of causal grouped-query attention and gated MLP, all of one shape, and the norm behind them. Not for two calls at
-    the same time."""
+    """Layers of causal grouped-query attention, all of one shape, or gated short convolution, each with a gated MLP, and the norm
+    behind them. Not for two calls at the same time."""
 
     def __init__(
         self,
-        layers: Sequence[AttentionLayer],
+        layers: Sequence[AttentionLayer | ConvolutionLayer],
         final_norm: RMSNorm,
         heads: int,
         kv_heads: int,
@@ -90,11 +108,21 @@ class CompiledLayers(_Compiled):
         tiles: Kernel,
         programs: Any,
     ) -> None:
-        first, norms = layers[0], [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm)]
-        qk_norms = [layer.qk_norm.weight for layer in layers if layer.qk_norm]
-        self._hidden, inner = first.out.weight[1], first.down.weight[0].shape[1]
+        norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm)]
+        attending = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+        convolving = [layer for layer in layers if isinstance(layer, ConvolutionLayer)]
+        qk_norms = [layer.qk_norm.weight for layer in attending if layer.qk_norm]
+        self._hidden, inner = layers[0].out.weight[1], layers[0].down.weight[0].shape[1]
+        self._history = len(convolving[0].kernel) - 1 if convolving else 0
+        self._convolving = len(convolving)
         self._layers = layers  # their weights are read by address
         self._taps: tuple[int, ...] | None = None
+        place: list[int] = []
+        for layer in layers:
+            attends = isinstance(layer, AttentionLayer)
+            place.append(sum(earlier >= 0 for earlier in place) if attends else -1 - sum(earlier < 0 for earlier in place))
+        kernels = [layer.kernel for layer in convolving]
+        biases = [torch.zeros(self._hidden) if layer.bias is None else layer.bias for layer in convolving]
         super().__init__(
             tiles,
             programs.layers_program,
@@ -106,11 +134,16 @@ class CompiledLayers(_Compiled):
             kv_heads=kv_heads,
             head_dim=head_dim,
             normed_heads=heads + kv_heads if qk_norms else 0,
+            attending=len(attending),
+            history=self._history,
             weights_at=torch.tensor([[_type_and_address(p.weight[0]) for p in layer.products] for layer in layers]),
             norms_at=torch.stack([norm.weight for norm in (*norms, final_norm)]),
+            places_of_kind_at=torch.tensor(place),
             qk_norms_at=torch.stack(qk_norms).contiguous() if qk_norms else torch.zeros(0),
-            qkv_at=torch.empty(MOST_ROWS, (heads + 2 * kv_heads) * head_dim),
-            mixed_at=torch.empty(MOST_ROWS, heads * head_dim),
+            kernels_at=torch.stack(kernels).contiguous() if kernels else torch.zeros(0),
+            kernel_biases_at=torch.stack(biases) if biases else torch.zeros(0),
+            qkv_at=torch.empty(MOST_ROWS, max((heads + 2 * kv_heads) * head_dim, 3 * self._hidden)),
+            mixed_at=torch.empty(MOST_ROWS, max(heads * head_dim, self._hidden)),
             added_at=torch.empty(MOST_ROWS, self._hidden),
             gate_up_at=torch.empty(MOST_ROWS, 2 * inner),
             act_at=torch.empty(MOST_ROWS, inner),
@@ -118,12 +151,23 @@ class CompiledLayers(_Compiled):
         )
 
     def __call__(
-        self, x: Tensor, memory: Tensor, past: int, rotation: Tensor, taps: Sequence[int] = (), hiding: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """`x [1, rows, hidden]` through every layer, normed, and the outputs of the layers in `taps`. Keys and values enter
-        `memory [layers, 2, kv_heads, capacity, head_dim]` behind the first `past`; `rotation [rows, head_dim / 2]`, complex.
+        self,
+        x: Tensor,
+        memory: Tensor,
+        past: int,
+        rotation: Tensor,
+        taps: Sequence[int] = (),
+        inputs: Sequence[Tensor] = (),
+        hiding: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """`x [1, rows, hidden]` through every layer, normed; the outputs of the layers in `taps`; and for each convolution its
+        earlier inputs followed by this call's, `[convolutions, 1, taps - 1 + rows, hidden]`.
 
-        `hiding [rows, rows]` is added to the scores of this call's own keys, 0 or -inf; None: a row sees those up to itself.
+        Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`; `rotation
+        [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier ones, `[1, taps - 1, hidden]`. A row follows the one
+        before it, or where `hiding [rows, rows]` is given, that is added to the scores of this call's own keys, 0 or -inf, and
+        `places [rows, taps - 1]` says where among its window each row's earlier inputs are.
         """
         rows, capacity, threads = x.shape[1], memory.shape[3], torch.get_num_threads()
         if not 0 < rows <= MOST_ROWS or past + rows > capacity:
@@ -132,14 +176,18 @@ class CompiledLayers(_Compiled):
         self._make_room(stream_at=stream, norm_at=stream, scores_at=threads * capacity)
         if self._taps != tuple(taps):
             self._taps, self._tap_layers = tuple(taps), torch.tensor(sorted(taps), dtype=torch.int64)
-        x, rotation, hiding = x.contiguous(), rotation.contiguous(), None if hiding is None else hiding.contiguous()
+        inputs = [earlier.contiguous() for earlier in inputs]
+        inputs_at = torch.tensor([earlier.data_ptr() for earlier in inputs], dtype=torch.int64)
+        x, rotation = x.contiguous(), rotation.contiguous()
         out, tapped = torch.empty_like(x), x.new_empty(len(taps), 1, rows, self._hidden)
-        addresses = (tensor.data_ptr() for tensor in (x, out, tapped, self._tap_layers, rotation, memory))
-        hiding_at = 0 if hiding is None else hiding.data_ptr()
-        self._run(threads, rows, past, capacity, hiding is not None, len(taps), *addresses, hiding_at)
+        windows = x.new_empty(self._convolving, 1, self._history + rows, self._hidden)
+        optional = [tensor if tensor is None else tensor.contiguous() for tensor in (hiding, places)]
+        addresses = [tensor.data_ptr() for tensor in (x, out, tapped, self._tap_layers, rotation, memory, inputs_at, windows)]
+        addresses += [0 if tensor is None else tensor.data_ptr() for tensor in optional]
+        self._run(threads, rows, past, capacity, hiding is not None, len(taps), *addresses)
         order = sorted(range(len(taps)), key=taps.__getitem__)
         found = dict(zip(order, tapped, strict=True))
-        return out, [found[place] for place in range(len(taps))]
+        return out, [found[place] for place in range(len(taps))], windows
 
 
 class CompiledContext(_Compiled):
@@ -236,12 +284,13 @@ def compiled_head(weight: Tensor) -> CompiledHead | None:
 
 
 def compiled_layers(
-    layers: Sequence[AttentionLayer], final_norm: RMSNorm, heads: int, kv_heads: int, head_dim: int
+    layers: Sequence[AttentionLayer | ConvolutionLayer], final_norm: RMSNorm, heads: int, kv_heads: int, head_dim: int
 ) -> CompiledLayers | None:
     """The layers as one program; None where this machine cannot run it, or where a weight or a norm is not such as it reads."""
-    if not layers or (found := _program_for([product for layer in layers for product in layer.products])) is None:
+    found = _program_for([product for layer in layers for product in layer.products])
+    if found is None or not any(isinstance(layer, AttentionLayer) for layer in layers):
         return None
-    norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm, layer.qk_norm) if norm]
+    norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm, getattr(layer, "qk_norm", None)) if norm]
     if any(norm.eps != final_norm.eps for norm in norms):
         return None
     return CompiledLayers(layers, final_norm, heads, kv_heads, head_dim, *found)

@@ -15,11 +15,12 @@ EVERY = ("threads", "rows", "past", "capacity")
 """What is told with every call begins with this."""
 LAYERS_CALL = (
     *EVERY,
-    *("branching", "taps", "x_at", "out_at", "tapped_at", "tap_layers_at", "rotation_at", "memory_at", "hiding_at"),
+    *("branching", "taps", "x_at", "out_at", "tapped_at", "tap_layers_at", "rotation_at", "memory_at", "inputs_at", "windows_at"),
+    *("hiding_at", "places_at"),
 )
 LAYERS = (
-    *("tile", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads"),
-    *("weights_at", "norms_at", "qk_norms_at"),
+    *("tile", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "attending", "history"),
+    *("weights_at", "norms_at", "places_of_kind_at", "qk_norms_at", "kernels_at", "kernel_biases_at"),
     *("stream_at", "norm_at", "scores_at", "qkv_at", "mixed_at", "added_at", "gate_up_at", "act_at", "eps"),
 )
 CONTEXT_CALL = (*EVERY, "features_at", "fused_at", "rotation_at", "memory_at")
@@ -163,6 +164,24 @@ def multiply(weight, x_at, y_at, rows, inputs, outputs, tile, thread, threads): 
     multiply_tiles(weight[0], x_at, weight[1], y_at, rows, inputs, outputs, first, end)
 
 
+@compiled
+def convolve(parts, inputs, window, kernel, bias, places, branching, first, end, out):  # LFM2's, the columns first … end - 1
+    rows, hidden = out.shape
+    history = len(inputs)
+    for h in range(history):
+        window[h, first:end] = inputs[h, first:end]
+    for r in range(rows):
+        for i in range(first, end):
+            window[history + r, i] = parts[r, i] * parts[r, 2 * hidden + i]
+    for r in range(rows):
+        for i in range(first, end):
+            total = bias[i] + kernel[history, i] * window[history + r, i]
+            for tap in range(history):
+                place = places[r, tap] if branching else r + tap
+                total += kernel[tap, i] * window[place, i]
+            out[r, i] = parts[r, hidden + i] * total
+
+
 @cfunc(types.void(types.CPointer(from_dtype(LAYERS_JOB))), cache=True)
 def layers_program(job_at):
     job = carray(job_at, 1)[0]
@@ -178,8 +197,16 @@ def layers_program(job_at):
     tap_layers = carray(pointer(job.tap_layers_at), (job.taps,), np.int64)
     weights = carray(pointer(job.weights_at), (job.layers, 4, 2), np.int64)
     norms = carray(pointer(job.norms_at), (2 * job.layers + 1, hidden), f32)
-    qk_norms = carray(pointer(job.qk_norms_at), (job.layers, job.normed_heads, d), f32)
-    memory = carray(pointer(job.memory_at), (job.layers, 2, kv_heads, job.capacity, d), f32)
+    place_of_kind = carray(pointer(job.places_of_kind_at), (job.layers,), np.int64)
+    qk_norms = carray(pointer(job.qk_norms_at), (job.attending, job.normed_heads, d), f32)
+    memory = carray(pointer(job.memory_at), (job.attending, 2, kv_heads, job.capacity, d), f32)
+    convolving, history = job.layers - job.attending, job.history
+    kernels = carray(pointer(job.kernels_at), (convolving, history + 1, hidden), f32)
+    kernel_biases = carray(pointer(job.kernel_biases_at), (convolving, hidden), f32)
+    inputs_at = carray(pointer(job.inputs_at), (convolving,), np.int64)
+    windows = carray(pointer(job.windows_at), (convolving, history + rows, hidden), f32)
+    places = carray(pointer(job.places_at), (rows, history), np.int64)
+    parts, convolved = carray(pointer(job.qkv_at), (rows, 3 * hidden), f32), carray(pointer(job.mixed_at), (rows, hidden), f32)
     qkv = carray(pointer(job.qkv_at), (rows, wide), f32)
     mixed = carray(pointer(job.mixed_at), (rows, heads * d), f32)
     added = carray(pointer(job.added_at), (rows, hidden), f32)
@@ -191,6 +218,7 @@ def layers_program(job_at):
     first_head, end_head = share(heads + 2 * kv_heads, thread, threads)
     first_item, end_item = share(heads * rows, thread, threads)
     first_gate, end_gate = share(inner, thread, threads)
+    first_column, end_column = share(hidden, thread, threads)
 
     for r in range(rows):  # every thread has its own copy of the residual stream, so that norms need no barrier
         stream[r] = x[r]
@@ -198,29 +226,38 @@ def layers_program(job_at):
     for layer in range(job.layers):
         for r in range(rows):
             normalise(stream[r], norms[2 * layer], eps, normed[r])
-        multiply(weights[layer, 0], norm_at, job.qkv_at, rows, hidden, wide, tile, thread, threads)
+        kind = place_of_kind[layer]
+        attends = kind >= 0
+        multiply(weights[layer, 0], norm_at, job.qkv_at, rows, hidden, wide if attends else 3 * hidden, tile, thread, threads)
         barrier()
-        for h in range(first_head, end_head):
-            for r in range(rows):
-                part = qkv[r, h * d : (h + 1) * d]
-                if h < job.normed_heads:
-                    normalise(part, qk_norms[layer, h], eps, part)
-                if h < heads:
-                    rotate(part, rotation[r], f32(1) / np.sqrt(f32(d)), part)
-                elif h < heads + kv_heads:
-                    rotate(part, rotation[r], f32(1), memory[layer, 0, h - heads, past + r])
-                else:
-                    memory[layer, 1, h - heads - kv_heads, past + r] = part
+        if not attends:
+            convolution = -1 - kind
+            inputs = carray(pointer(inputs_at[convolution]), (history, hidden), f32)
+            kernel, bias, window = kernels[convolution], kernel_biases[convolution], windows[convolution]
+            convolve(parts, inputs, window, kernel, bias, places, job.branching, first_column, end_column, convolved)
+        else:
+            for h in range(first_head, end_head):
+                for r in range(rows):
+                    part = qkv[r, h * d : (h + 1) * d]
+                    if h < job.normed_heads:
+                        normalise(part, qk_norms[kind, h], eps, part)
+                    if h < heads:
+                        rotate(part, rotation[r], f32(1) / np.sqrt(f32(d)), part)
+                    elif h < heads + kv_heads:
+                        rotate(part, rotation[r], f32(1), memory[kind, 0, h - heads, past + r])
+                    else:
+                        memory[kind, 1, h - heads - kv_heads, past + r] = part
+            barrier()
+            for item in range(first_item, end_item):
+                h, r = item // rows, item % rows
+                seen = past + (rows if job.branching else r + 1)
+                score(qkv[r, h * d : (h + 1) * d], memory[kind, 0, h // groups], scores[:seen])
+                if job.branching:
+                    add(scores[past:seen], hiding[r])
+                mix(scores[:seen], memory[kind, 1, h // groups], mixed[r, h * d : (h + 1) * d])
         barrier()
-        for item in range(first_item, end_item):
-            h, r = item // rows, item % rows
-            seen = past + (rows if job.branching else r + 1)
-            score(qkv[r, h * d : (h + 1) * d], memory[layer, 0, h // groups], scores[:seen])
-            if job.branching:
-                add(scores[past:seen], hiding[r])
-            mix(scores[:seen], memory[layer, 1, h // groups], mixed[r, h * d : (h + 1) * d])
-        barrier()
-        multiply(weights[layer, 1], job.mixed_at, job.added_at, rows, heads * d, hidden, tile, thread, threads)
+        width = heads * d if attends else hidden
+        multiply(weights[layer, 1], job.mixed_at, job.added_at, rows, width, hidden, tile, thread, threads)
         barrier()
         for r in range(rows):
             add(stream[r], added[r])

@@ -78,10 +78,14 @@ class TreeRows:
         """With rows that see nothing of the call, up to `run`; whatever comes out of them is thrown away."""
         return TreeRows(F.pad(self.table, (0, run - len(self.table), 0, run - len(self.table))), self.history)
 
+    @property
+    def places(self) -> Tensor:
+        """Where in a convolution's window each row's earlier inputs are, `[rows, history]`, oldest first."""
+        return self.table[:, 1 : 1 + self.history]
+
     def inputs(self, window: Tensor) -> list[Tensor]:
         """As `chain_inputs`."""
-        earlier = self.table[:, 1 : 1 + self.history].unbind(1)
-        return [*(window.index_select(1, places) for places in earlier), window[:, self.history :]]
+        return [*(window.index_select(1, places) for places in self.places.unbind(1)), window[:, self.history :]]
 
 
 @dataclass
@@ -208,8 +212,10 @@ class LeanDecoder:
                 branches = branches.padded(run)
             rotation = self.rotation.index_select(0, past + branches.depths).view(run, 1, -1)
         if compiled:
-            hiding = branches.hidden(self.embedding) if branches else None
-            x, tapped = compiled(x, cache.memory[:, :, 0], past, rotation[:, 0], taps, hiding)
+            inputs = list(cache.inputs.values())
+            tree_rows = (branches.hidden(self.embedding), branches.places) if branches else ()
+            x, tapped, windows = compiled(x, cache.memory[:, :, 0], past, rotation[:, 0], taps, inputs, *tree_rows)
+            cache.inputs = dict(zip(cache.inputs, windows, strict=True))
             cache.length, cache.last_rows = past + rows, rows
             return x, tapped
         if branches:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_mini_lab.compiled import AttentionLayer, CompiledLayers, compiled_head, compiled_layers
+from dflash_mini_lab.compiled import AttentionLayer, CompiledLayers, ConvolutionLayer, compiled_head, compiled_layers
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import (
     BYTES_TO_DEFEAT_CACHE,
@@ -97,16 +97,16 @@ def build_lean_decoder(
 
 
 def _compiled(layers: Sequence[Layer], final_norm: RMSNorm) -> CompiledLayers | None:
-    """None where some are short convolutions: those run as single operations."""
-    attending = [(layer, layer.mixer) for layer in layers if isinstance(layer.mixer, Attention)]
-    if not layers or len(attending) < len(layers):
-        return None
-    like = attending[0][1]
-    parts = [
-        AttentionLayer(a.qkv, a.out, layer.gate_up, layer.down, layer.input_norm, layer.mlp_norm, a.qk_norm)
-        for layer, a in attending
-    ]
-    return compiled_layers(parts, final_norm, like.heads, like.kv_heads, like.head_dim)
+    parts: list[AttentionLayer | ConvolutionLayer] = []
+    like: Attention | None = None
+    for layer in layers:
+        mixer, rest = layer.mixer, (layer.gate_up, layer.down, layer.input_norm, layer.mlp_norm)
+        if isinstance(mixer, Attention):
+            like = mixer
+            parts.append(AttentionLayer(mixer.qkv, mixer.out, *rest, mixer.qk_norm))
+        else:
+            parts.append(ConvolutionLayer(mixer.in_proj, mixer.out, *rest, mixer.kernel, mixer.bias))
+    return compiled_layers(parts, final_norm, like.heads, like.kv_heads, like.head_dim) if like else None
 
 
 def _plans(model: Any, measure: bool, screen: bool) -> dict[tuple[int, ...], LinearPlan]:
