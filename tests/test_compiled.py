@@ -1,7 +1,11 @@
 """Compiled layers: the single operations' values, one row's bits alone and in a block, and nothing where they cannot run."""
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -51,6 +55,25 @@ def test_a_row_has_the_same_bits_alone_and_in_a_block_and_in_any_number_of_threa
                 assert torch.equal(torch.cat([tap[index] for tap in tapped], 1), taps[index])
     finally:
         torch.set_num_threads(before)
+
+
+def test_fewer_threads_than_were_asked_for_leave_nothing_out() -> None:
+    """As in a container that limits OpenMP."""
+    code = (
+        "import sys; sys.path[:0] = ['src', '.']; import torch; torch.set_num_threads(4); torch.set_grad_enabled(False)\n"
+        "from tests.tiny_models import *\n"
+        "decoder, ids = compiled_decoder('plain lfm2'), torch.tensor([random_ids(6, 5)])\n"
+        "hidden, _ = decoder.forward(ids, decoder.new_cache(64), TAPS)\n"
+        "print(hidden.double().sum().item(), decoder.greedy(hidden[0], VOCABULARY).tolist())"
+    )
+    root = Path(__file__).resolve().parents[1]
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=root, env={**os.environ, **limit}, capture_output=True, text=True, check=True
+        ).stdout
+        for limit in ({}, {"OMP_THREAD_LIMIT": "1"}, {"OMP_THREAD_LIMIT": "3"})
+    }
+    assert len(printed) == 1
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ depend on the number of rows.
 """
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -332,12 +331,7 @@ def _programs(tiles: Kernel) -> Any:
     """The module of programs; None without Numba."""
     import llvmlite.binding as llvm
 
-    for name, address in {
-        "dflash_tiles": tiles.tiles_address,
-        "omp_get_thread_num": ctypes.cast(tiles.openmp.omp_get_thread_num, ctypes.c_void_p).value,
-        "GOMP_barrier": ctypes.cast(tiles.openmp.GOMP_barrier, ctypes.c_void_p).value,
-    }.items():
-        llvm.add_symbol(name, address)
+    llvm.add_symbol("dflash_tiles", tiles.tiles_address)
     try:
         from dflash_mini_lab import programs
     except ImportError:

@@ -127,12 +127,14 @@ type_{type}:
   br label %done"""
 
 # One thread's share of a product.
-_JOB = ("type", "x", "w", "y", "rows", "inputs", "outputs", "threads")
+_JOB = ("type", "x", "w", "y", "rows", "inputs", "outputs")
 _SHARE = """
 define void @share(ptr %job) #0 {{
   {loads}
   %thread32 = call i32 @omp_get_thread_num()
+  %threads32 = call i32 @omp_get_num_threads()  ; which may be fewer than were asked for
   %thread = zext i32 %thread32 to i64
+  %threads = zext i32 %threads32 to i64
   %thread_after = add i64 %thread, 1
   %tiles = udiv i64 %outputs, {tile}
   %first_part = mul i64 %tiles, %thread
@@ -150,6 +152,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare {vector} @llvm.fma.v{tile}f32({vector}, {vector}, {vector})
 declare i64 @llvm.umin.i64(i64, i64)
 declare i32 @omp_get_thread_num()
+declare i32 @omp_get_num_threads()
 attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }}
 {functions}"""
 TYPES = tuple(_ELEMENTS)
@@ -203,8 +206,8 @@ class Kernel:
 
     def __init__(self, llvm: Any, openmp: ctypes.CDLL, tile: int, most: int) -> None:
         self.tile, self.openmp = tile, openmp
-        thread_number = ctypes.cast(openmp.omp_get_thread_num, ctypes.c_void_p)
-        llvm.add_symbol("omp_get_thread_num", thread_number.value)
+        for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
+            llvm.add_symbol(name, ctypes.cast(getattr(openmp, name), ctypes.c_void_p).value)
         machine = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
         )
@@ -244,7 +247,7 @@ class Kernel:
         y = x.new_empty(*x.shape[:-1], tiles * tile)
         threads, number = torch.get_num_threads(), TYPES.index(packed.dtype)
         addresses = x.data_ptr(), packed.data_ptr(), y.data_ptr()
-        job = self._job(number, *addresses, x.numel() // inputs, inputs, tiles * tile, threads)
+        job = self._job(number, *addresses, x.numel() // inputs, inputs, tiles * tile)
         self.parallel(self._share, ctypes.addressof(job), threads, 0)
         if tiles * tile != outputs:
             y = y[..., :outputs].contiguous()

@@ -46,6 +46,8 @@ f32 = np.float32
 BLOCK = 64
 """Numbers whose largest is looked at first, where few of many are wanted."""
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+number_of_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
+"""It may be fewer than were asked for."""
 barrier = types.ExternalFunction("GOMP_barrier", types.void())
 multiply_tiles = types.ExternalFunction("dflash_tiles", types.void(*[types.int64] * 9))
 """`multiply_tiles(type of the weight, x, weight, y, rows, inputs, outputs, first tile, end tile)`; addresses are integers."""
@@ -185,7 +187,7 @@ def convolve(parts, inputs, window, kernel, bias, places, branching, first, end,
 @cfunc(types.void(types.CPointer(from_dtype(LAYERS_JOB))), cache=True)
 def layers_program(job_at):
     job = carray(job_at, 1)[0]
-    thread, threads, tile = thread_number(), job.threads, job.tile
+    thread, threads, tile = thread_number(), number_of_threads(), job.tile
     rows, past, d = job.rows, job.past, job.head_dim
     heads, kv_heads, hidden, inner = job.heads, job.kv_heads, job.hidden, job.inner
     groups, wide, eps = heads // kv_heads, (heads + 2 * kv_heads) * d, f32(job.eps)
@@ -283,7 +285,7 @@ def layers_program(job_at):
 @cfunc(types.void(types.CPointer(from_dtype(CONTEXT_JOB))), cache=True)
 def context_program(job_at):
     job = carray(job_at, 1)[0]
-    thread, threads, tile = thread_number(), job.threads, job.tile
+    thread, threads, tile = thread_number(), number_of_threads(), job.tile
     rows, past, hidden, d, eps = job.rows, job.past, job.hidden, job.head_dim, f32(job.eps)
     heads = job.layers * job.kv_heads
     weights = carray(pointer(job.weights_at), (2, 2), np.int64)
@@ -315,14 +317,15 @@ def context_program(job_at):
 @cfunc(types.void(types.CPointer(from_dtype(HEAD_JOB))), cache=True)
 def head_program(job_at):
     job = carray(job_at, 1)[0]
-    thread, threads, tile, rows, hidden, outputs = thread_number(), job.threads, job.tile, job.rows, job.hidden, job.outputs
+    thread, threads, tile = thread_number(), number_of_threads(), job.tile
+    rows, hidden, outputs = job.rows, job.hidden, job.outputs
     x = carray(pointer(job.x_at), (rows, hidden), f32)
     screen = carray(pointer(job.screen_at), (2,), np.int64)
     weight = carray(pointer(job.weight_at), (job.vocabulary, hidden), f32)
     screened = carray(pointer(job.screened_at), (rows, outputs), f32)
     tops = carray(pointer(job.tops_at), (threads, rows), f32)
     logits = carray(pointer(job.logits_at), (threads, rows), f32)
-    ids = carray(pointer(job.ids_at), (threads + 1, rows), np.int64)
+    ids = carray(pointer(job.ids_at), (job.threads + 1, rows), np.int64)
     first, end = share(outputs // tile, thread, threads)
     first, end = min(first * tile, job.vocabulary), min(end * tile, job.vocabulary)
 
@@ -353,7 +356,7 @@ def head_program(job_at):
             for other in range(1, threads):
                 if logits[other, r] > logits[winner, r]:
                     winner = other
-            ids[threads, r] = ids[winner, r]
+            ids[job.threads, r] = ids[winner, r]
 
 
 @compiled
