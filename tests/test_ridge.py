@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_mini_lab.methods.m12_parareal import coarse_scores, features, fixed_features
+from dflash_mini_lab.methods.m12_parareal import coarse_scores, correction, features, fixed_features
 from dflash_mini_lab.methods.m14_simple_parareal import target_gap
-from dflash_mini_lab.scores import centred
+from dflash_mini_lab.scores import centred, margins
 from dflash_mini_lab.training import ridge as fits
 from dflash_mini_lab.training.ridge import Samples, fine_scores, fit_parareal, fit_simple_parareal, ridge
-from dflash_mini_lab.types import GapFit
+from dflash_mini_lab.types import GapFit, PararealFit
 
 
 def samples(blocks: int = 60, slots: int = 4, candidates: int = 5, seed: int = 0) -> Samples:
@@ -95,6 +95,18 @@ def test_slots_past_the_end_or_without_a_known_candidate_teach_nothing() -> None
     assert fit_parareal(replace(s, known=unknown, fine=spoilt), None) == expected
     expected = fit_simple_parareal(replace(s, known=unknown), None)
     assert fit_simple_parareal(replace(s, known=unknown, fine=spoilt), None) == expected
+
+
+def test_the_correction_that_a_method_computes_is_the_fit_s_on_all_features() -> None:
+    s = samples(blocks=5)
+    draw = np.random.default_rng(4)
+    fit = PararealFit(*(draw.normal(0, 1, 8) for _ in range(3)), 0.3, 0.75, 2, 6.0, 5, {})
+    for scores, similar in zip(s.scores, s.similar, strict=True):
+        coarse = coarse_scores(scores)
+        current = coarse + draw.normal(0, 1, coarse.shape)
+        slope, offset = correction(fit, coarse, margins(scores), similar)
+        found = (features(current, coarse, fixed_features(scores, similar)) - fit.mean) / fit.scale @ fit.weights + fit.intercept
+        np.testing.assert_allclose(slope * current + offset, found, rtol=0, atol=1e-12)
 
 
 def test_where_no_candidate_is_known_nothing_is_corrected_and_nothing_switched() -> None:

@@ -39,16 +39,17 @@ def repick(scores: np.ndarray, choice: np.ndarray, slots: np.ndarray, forward: N
     A neighbour counts only where it is chosen; slot 0's left one, the anchor, always is. Returns how many pair scores that took.
     """
     totals = scores[slots]  # a copy
-    left = (slots == 0) | (choice[slots - 1] >= 0)
-    right = slots < len(choice) - 1
-    right[right] = choice[slots[right] + 1] >= 0
-    after, before = slots[left], slots[right]
-    if after.size:
+    wanted, chosen, last = slots.tolist(), choice.tolist(), len(choice) - 1
+    left = [place for place, slot in enumerate(wanted) if slot == 0 or chosen[slot - 1] >= 0]
+    right = [place for place, slot in enumerate(wanted) if slot < last and chosen[slot + 1] >= 0]
+    if left:
+        after = slots[left]
         totals[left] += forward(after, choice[after - 1])
-    if before.size:
+    if right:
+        before = slots[right]
         totals[right] += backward(before, choice[before + 1])
     choice[slots] = totals.argmax(axis=1)
-    return (after.size + before.size) * scores.shape[1]
+    return (len(left) + len(right)) * scores.shape[1]
 
 
 def fill_gaps(scores: np.ndarray, choice: np.ndarray, forward: Neighbour, backward: Neighbour) -> int:
@@ -57,11 +58,10 @@ def fill_gaps(scores: np.ndarray, choice: np.ndarray, forward: Neighbour, backwa
     `choice` is completed in place. Returns how many pair scores that took.
     """
     work = 0
-    while (open_slots := choice < 0).any():
-        beside = np.ones(len(choice), dtype=bool)
-        beside[1:] = ~open_slots[:-1]
-        beside[:-1] |= ~open_slots[1:]
-        work += repick(scores, choice, np.flatnonzero(open_slots & beside), forward, backward)
+    while min(chosen := choice.tolist(), default=0) < 0:
+        known = [0, *chosen, -1]  # the anchor, the slots, and nothing: slot i's neighbours are known[i] and known[i + 2]
+        ready = [slot for slot, own in enumerate(chosen) if own < 0 <= max(known[slot], known[slot + 2])]
+        work += repick(scores, choice, np.array(ready), forward, backward)
     return work
 
 

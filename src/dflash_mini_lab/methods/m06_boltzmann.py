@@ -28,13 +28,13 @@ def draw(
 
     Candidates so far below the best that no noise can lift them over it are passed over: the draw is the same.
     """
-    context = fingerprint(draft.committed)
+    context = hashed(fingerprint(draft.committed), draft.anchor, salt)
     choice = []
     for slot, tokens, logits, margin in zip(slots, ids.tolist(), scores.tolist(), margins(scores), strict=True):
         temperature = max(warmest * math.exp(-margin), COLDEST * warmest)
         possible = [0, *(k for k in range(1, len(logits)) if logits[0] - logits[k] <= WIDEST_NOISE * temperature)]
         if len(possible) > 1:
-            seed = hashed(context, draft.anchor, salt, slot)
+            seed = hashed(context, slot)
             noisy = {k: logits[k] / temperature + gumbel(uniform(seed, tokens[k])) for k in possible}
             choice.append(max(noisy, key=noisy.__getitem__))
         else:

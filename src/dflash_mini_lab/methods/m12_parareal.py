@@ -5,7 +5,7 @@ The correction is a ridge regression of what the target's logits would add, on e
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -30,19 +30,25 @@ def select(draft: Draft, settings: Mapping[str, float]) -> Proposal:
     assert fit is not None
     ids, scores = draft.top(fit.candidates)
     coarse = coarse_scores(scores)
-    slope, offset = correction(fit, coarse, fixed_features(scores, similarity(draft, ids)))
+    slope, offset = correction(fit, coarse, margins(scores), similarity(draft, ids))
     refined = coarse
     for _ in range(fit.rounds):
         refined = refine(fit, refined, slope, offset)
     return Proposal.along(ids, refined.argmax(axis=1), work=fit.rounds * ids.size)
 
 
-def correction(fit: PararealFit, coarse: np.ndarray, fixed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def correction(
+    fit: PararealFit, coarse: np.ndarray, margin: Sequence[float], similar: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """`L·features(q)`, standardised features, as `slope · q + offset`, `[S, 1]` and `[S, K]`: only the first feature and the last
-    know the current score. coarse `[S, K]`, fixed `[S, K, 5]`."""
+    know the current score. coarse `[S, K]`, margin of each slot's draft logits, similar `[S, K, 2]`."""
     weights = fit.weights / fit.scale
-    slope = weights[0] + weights[7] * slot_positions(len(coarse))[:, None]
-    return slope, weights[1] * coarse + fixed @ weights[2:7] + (fit.intercept - fit.mean @ weights)
+    w = weights.tolist()
+    constant, last = fit.intercept - float(fit.mean @ weights), max(len(margin) - 1, 1)
+    slope = np.array([[w[0] + w[7] * slot / last] for slot in range(len(margin))])
+    of_slot = np.array([[constant + w[3] * slot / last + w[4] * min(m, LARGEST)] for slot, m in enumerate(margin)])
+    of_rank = np.array([w[2] * rank / max(coarse.shape[1] - 1, 1) for rank in range(coarse.shape[1])])
+    return slope, w[1] * coarse + of_slot + of_rank + similar @ weights[5:7]
 
 
 def refine(fit: PararealFit, current: np.ndarray, slope: np.ndarray, offset: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from dflash_mini_lab.methods.m12_parareal import (
     slot_positions,
 )
 from dflash_mini_lab.methods.m14_simple_parareal import target_gap
-from dflash_mini_lab.scores import centred
+from dflash_mini_lab.scores import centred, margins
 from dflash_mini_lab.training.blocks import Blocks, cut_blocks
 from dflash_mini_lab.training.frozen import Drafted, FrozenDrafter
 from dflash_mini_lab.training.shards import Sequence
@@ -131,10 +131,10 @@ def judge_parareal(fit: PararealFit, samples: Samples) -> dict[str, Any]:
     if not taught.any():
         return {"held_out_slots": 0}
     coarse, fine = _each(coarse_scores, samples.scores), _each(centred, samples.fine)
-    fixed = _each(fixed_features, samples.scores, samples.similar)
+    solved = [correction(fit, *block) for block in zip(coarse, map(margins, samples.scores), samples.similar, strict=True)]
     rounds = [coarse]
     for _ in range(fit.rounds):
-        rounds.append(_each(lambda q, *block: refine(fit, q, *correction(fit, *block)), rounds[-1], coarse, fixed))
+        rounds.append(np.array([refine(fit, q, *block) for q, block in zip(rounds[-1], solved, strict=True)]))
     errors = [float(np.square(current - fine)[taught].mean()) for current in rounds]
     return {
         "held_out_slots": int(taught.sum()),
