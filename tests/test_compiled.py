@@ -80,9 +80,10 @@ def test_fewer_threads_than_were_asked_for_leave_nothing_out() -> None:
 def test_taps_come_in_the_order_that_they_are_asked_in() -> None:
     decoder, ids = compiled_decoder("qwen3"), torch.tensor([[4, 5, 6]])
     _, (first, third) = decoder.forward(ids, decoder.new_cache(8), (0, 2))
-    _, (again, second, once_more) = decoder.forward(ids, decoder.new_cache(8), (2, 1, 0))
+    _, (again, second, once_more, twice) = decoder.forward(ids, decoder.new_cache(8), (2, 1, 0, 2))
     assert torch.equal(again, third)
     assert torch.equal(once_more, first)
+    assert torch.equal(twice, third)
     assert not torch.equal(second, first)
 
 
@@ -140,6 +141,10 @@ def test_layers_that_the_program_does_not_cover_are_left_to_single_operations() 
     assert compiled_layers([layer(), layer(bias=True)], final, 4, 2, 8) is None
     assert compiled_layers([layer(), layer(inner=24)], final, 4, 2, 8) is None, "no whole tiles"
     assert compiled_layers([layer(eps=1e-6)], final, 4, 2, 8) is None
+    assert compiled_layers([layer(), layer(inner=64)], final, 4, 2, 8) is None, "two sizes of MLP"
+    normed = replace(layer(), qk_norm=RMSNorm(torch.ones(6, 8), 1e-5))
+    assert compiled_layers([normed], final, 4, 2, 8) is not None
+    assert compiled_layers([normed, layer()], final, 4, 2, 8) is None, "norms in one layer alone"
     plain = AttentionLayer(**{**vars(layer()), "out": PackedLinear(torch.ones(32, 32), None, LinearPlan(32, 32, "plain"))})
     assert compiled_layers([plain], final, 4, 2, 8) is None
 
@@ -151,6 +156,10 @@ def test_too_many_rows_or_positions_are_refused() -> None:
     for rows, past in ((0, 0), (MOST_ROWS + 1, 0), (2, 49)):
         with pytest.raises(ValueError, match="at most 32 at once, and 50 in all"):
             found(torch.zeros(1, rows, 32), memory, past, rotation[:rows])
+    rows = torch.zeros(1, 2, 32)
+    for x, turn in ((rows[..., :16], rotation[:2]), (rows, rotation[:1]), (rows.double(), rotation[:2])):
+        with pytest.raises(ValueError, match="do not fit these layers"):
+            found(x, memory, 0, turn)
 
 
 def test_a_machine_without_a_kernel_or_numba_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_mini_lab.compiled import MOST_ROWS, compiled_head
+from dflash_mini_lab.compiled import MOST_ROWS, ROWS_AT_ONCE, compiled_head
 from dflash_mini_lab.packed_linear import ONEDNN, PLAIN, PREFETCHED, SCREENED, LinearPlan, PackedLinear, screen_plan
 from dflash_mini_lab.prefetched_linear import kernel, rounded
 from dflash_mini_lab.targets.lm_head import FullHead, ScreenedHead
@@ -58,8 +58,24 @@ def test_equal_logits_go_to_the_lowest_id_in_any_number_of_threads(threads: int)
         torch.set_num_threads(before)
 
 
-def test_a_head_that_is_not_float32_has_no_screen() -> None:
+def test_a_head_that_is_not_float32_or_not_finite_has_no_screen() -> None:
+    assert compiled_head(torch.zeros(8, 4)) is not None
     assert compiled_head(torch.zeros(8, 4, dtype=torch.float64)) is None
+    assert compiled_head(torch.tensor([[1.0, float("nan")]])) is None
+
+
+def test_one_number_too_large_for_float16_widens_the_bound_of_every_row() -> None:
+    """The screen is then bfloat16's everywhere: a row that float16 would have told apart must not be lost."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(HIDDEN, generator=generator) + torch.randn(2 * ROWS_AT_ONCE, HIDDEN, generator=generator) * 1e-3
+    weight[-1, 0] = -1e6
+    _, screened = heads(weight)
+    hidden = torch.randn(8, HIDDEN, generator=generator).abs() * weight[0].sign()
+    logits = hidden.double() @ weight.double().T
+    found = logits.gather(1, screened.greedy(hidden, len(weight))[:, None])[:, 0]
+    torch.testing.assert_close(found, logits.amax(1), rtol=0, atol=1e-4)
+    bound = screened._screened._job[0]["lost"]
+    assert bound >= float((weight - weight.bfloat16().float()).norm(dim=1)[:ROWS_AT_ONCE].max())
 
 
 def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
-"""Attention layers of few rows on a CPU as one compiled call: every thread runs the same program, and they meet at barriers.
+"""What a round does on a CPU, as few compiled calls: all layers, a drafter's context, an LM head. Every thread of a call runs the
+same program, and they meet at barriers.
 
 A pass of single tensor operations spends as long between its products as in them, for the weights have just driven every
 instruction and every Python object out of the cache. Here nothing but the arithmetic is left (programs.py, compiled by
 Numba); the products are those of prefetched_linear.py.
 
-A row's values are the same bits whether it is decoded alone or verified in a block: every sum runs in an order that does not
-depend on the number of rows.
+A row of a chain has the same bits whether it is decoded alone or verified in a block: every sum runs in an order that does not
+depend on the number of rows. (Between the rows of a tree's path others lie, and sums are grouped otherwise.)
 """
 from __future__ import annotations
 
@@ -25,10 +26,8 @@ from dflash_mini_lab.scores import best
 
 MOST_ROWS = 32
 """Of one call; a longer one has enough rows to keep single operations busy."""
-SUMMATION = 1e-4
-"""Relative error of a float32 sum of products, of any length that a head has."""
 ROWS_AT_ONCE = 4096
-"""Of a head, where a copy is made to look at it: the copies of all rows would be twice its size."""
+"""Of a head, where differences are looked at."""
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -49,7 +48,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class ConvolutionLayer:
-    """LFM2's gated short convolution; `kernel [taps, hidden]`, oldest input first, `bias [hidden]`."""
+    """LFM2's gated short convolution; `kernel [history + 1, hidden]`, oldest input first."""
 
     in_proj: PackedLinear
     out: PackedLinear
@@ -58,7 +57,6 @@ class ConvolutionLayer:
     input_norm: RMSNorm
     mlp_norm: RMSNorm
     kernel: Tensor
-    bias: Tensor | None
 
     @property
     def products(self) -> tuple[PackedLinear, ...]:
@@ -90,7 +88,7 @@ class _Compiled:
         """Float32 scratch of at least so many elements."""
         for name, size in sizes.items():
             if name not in self._kept or self._kept[name].numel() < size:
-                self._tell(**{name: torch.empty(size)})
+                self._tell(**{name: torch.empty(size, dtype=torch.float32)})
 
 
 class CompiledLayers(_Compiled):
@@ -121,7 +119,6 @@ class CompiledLayers(_Compiled):
             attends = isinstance(layer, AttentionLayer)
             place.append(sum(earlier >= 0 for earlier in place) if attends else -1 - sum(earlier < 0 for earlier in place))
         kernels = [layer.kernel for layer in convolving]
-        biases = [torch.zeros(self._hidden) if layer.bias is None else layer.bias for layer in convolving]
         super().__init__(
             tiles,
             programs.layers_program,
@@ -140,7 +137,6 @@ class CompiledLayers(_Compiled):
             places_of_kind_at=torch.tensor(place),
             qk_norms_at=torch.stack(qk_norms).contiguous() if qk_norms else torch.zeros(0),
             kernels_at=torch.stack(kernels).contiguous() if kernels else torch.zeros(0),
-            kernel_biases_at=torch.stack(biases) if biases else torch.zeros(0),
             qkv_at=torch.empty(MOST_ROWS, max((heads + 2 * kv_heads) * head_dim, 3 * self._hidden)),
             mixed_at=torch.empty(MOST_ROWS, max(heads * head_dim, self._hidden)),
             added_at=torch.empty(MOST_ROWS, self._hidden),
@@ -161,16 +157,18 @@ class CompiledLayers(_Compiled):
         places: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """`x [1, rows, hidden]` through every layer, normed; the outputs of the layers in `taps`; and for each convolution its
-        earlier inputs followed by this call's, `[convolutions, 1, taps - 1 + rows, hidden]`.
+        earlier inputs followed by this call's, `[convolutions, 1, history + rows, hidden]`.
 
         Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`; `rotation
-        [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier ones, `[1, taps - 1, hidden]`. A row follows the one
+        [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier ones, `[1, history, hidden]`. A row follows the one
         before it, or where `hiding [rows, rows]` is given, that is added to the scores of this call's own keys, 0 or -inf, and
-        `places [rows, taps - 1]` says where among its window each row's earlier inputs are.
+        `places [rows, history]` says where among its window each row's earlier inputs are.
         """
         rows, capacity, threads = x.shape[1], memory.shape[3], torch.get_num_threads()
         if not 0 < rows <= MOST_ROWS or past + rows > capacity:
             raise ValueError(f"{past} + {rows} rows: at most {MOST_ROWS} at once, and {capacity} in all")
+        if x.shape[2] != self._hidden or x.dtype != torch.float32 or rotation.shape != (rows, memory.shape[4] // 2):
+            raise ValueError(f"{x.dtype} rows {tuple(x.shape)} with a rotation {tuple(rotation.shape)} do not fit these layers")
         stream = threads * MOST_ROWS * self._hidden
         self._make_room(stream_at=stream, norm_at=stream, scores_at=threads * capacity)
         if self._taps != tuple(taps):
@@ -237,18 +235,18 @@ class CompiledHead(_Compiled):
     """Greedy tokens of a float32 LM head that is read in 16 bits.
 
     A greedy token is one row of the head out of tens of thousands. With ŵ the rounded weight, |ŵ·x - w·x| ≤ ‖w - ŵ‖·‖x‖ by
-    Cauchy and Schwarz. Twice that below the best product no token can win; the few others are computed in full. The token is the
-    full head's own.
+    Cauchy and Schwarz, and what rounding adds to a sum of `hidden` products. Twice that below the best product no token can win;
+    the few others are computed in full. The token is the full head's own, up to the order in which float32 products are summed.
+    Hidden states are finite.
     """
 
     def __init__(self, weight: Tensor, tiles: Kernel, programs: Any) -> None:
         """`weight [vocabulary, hidden]`: a tied head's is the embedding itself, not held twice."""
-        hidden = weight.shape[1]
-        lost, longest = 0.0, 0.0
-        for rows in weight.split(ROWS_AT_ONCE):
-            lost = max(lost, float((rows - rounded(rows)).norm(dim=1).max()))
-            longest = max(longest, float(rows.norm(dim=1).max()))
-        self._screen = tiles.pack(rounded(weight))[0]
+        hidden, coarse = weight.shape[1], rounded(weight)
+        parts = zip(weight.split(ROWS_AT_ONCE), coarse.split(ROWS_AT_ONCE), strict=True)
+        lost = max(float((exact - part).norm(dim=1).max()) for exact, part in parts)
+        longest = max(float(part.norm(dim=1).max()) for part in coarse.split(ROWS_AT_ONCE))
+        self._screen = tiles.pack(coarse)[0]
         self.outputs = self._screen.shape[0] * tiles.tile
         super().__init__(
             tiles,
@@ -259,7 +257,7 @@ class CompiledHead(_Compiled):
             screen_at=torch.tensor(_type_and_address(self._screen)),
             weight_at=weight,
             screened_at=torch.empty(MOST_ROWS, self.outputs),
-            lost=lost + SUMMATION * longest,
+            lost=lost + hidden * 2.0**-23 * longest,
         )
 
     def __call__(self, hidden: Tensor, vocabulary: int) -> Tensor:
@@ -276,8 +274,10 @@ class CompiledHead(_Compiled):
 
 
 def compiled_head(weight: Tensor) -> CompiledHead | None:
-    """None where this machine cannot run it, or the weight is not float32 on a CPU."""
-    if weight.dtype != torch.float32 or weight.is_cuda or (found := _program_for([])) is None:
+    """None where this machine cannot run it, or the weight is not float32 on a CPU, and finite."""
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or (found := _program_for([])) is None:
+        return None
+    if not all(rows.isfinite().all() for rows in weight.split(ROWS_AT_ONCE)):
         return None
     return CompiledHead(weight.contiguous(), *found)
 
@@ -290,8 +290,15 @@ def compiled_layers(
     if found is None or not any(isinstance(layer, AttentionLayer) for layer in layers):
         return None
     norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm, getattr(layer, "qk_norm", None)) if norm]
-    if any(norm.eps != final_norm.eps for norm in norms):
+    if any(norm.eps != final_norm.eps or norm.weight.dtype != torch.float32 for norm in (*norms, final_norm)):
         return None
+    kinds = {type(layer) for layer in layers}
+    shapes = {
+        (type(layer), bool(getattr(layer, "qk_norm", None)), *(product.weight[0].shape for product in layer.products))
+        for layer in layers
+    }
+    if len(shapes) > len(kinds) or len({layer.down.weight[0].shape for layer in layers}) > 1:
+        return None  # layers of one kind that differ
     return CompiledLayers(layers, final_norm, heads, kv_heads, head_dim, *found)
 
 
@@ -302,6 +309,10 @@ def compiled_context(
     if (found := _program_for([fc, context_kv])) is None or norm.eps != k_norm.eps:
         return None
     return CompiledContext(fc, norm, context_kv, k_norm, layers, *found)
+
+
+def can_compile() -> bool:
+    return _program_for([]) is not None
 
 
 def compiled_best(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -315,11 +326,13 @@ def compiled_best(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _program_for(products: Sequence[PackedLinear]) -> tuple[Kernel, Any] | None:
     """The kernel and the module of programs, where all of `products` are the kernel's, in whole tiles and without a bias."""
-    tiles = kernel()
-    if tiles is None or (program := _programs(tiles)) is None:
+    if not all(product.storage == PREFETCHED and product.bias is None for product in products):
         return None
-    ours = all(p.storage == PREFETCHED and p.bias is None and p.weight[1] % tiles.tile == 0 for p in products)
-    return (tiles, program) if ours else None
+    tiles = kernel()
+    if tiles is None or any(product.weight[1] % tiles.tile for product in products):
+        return None
+    programs = _programs(tiles)
+    return (tiles, programs) if programs else None
 
 
 def _type_and_address(packed: Tensor) -> tuple[int, int]:
@@ -334,6 +347,6 @@ def _programs(tiles: Kernel) -> Any:
     llvm.add_symbol("dflash_tiles", tiles.tiles_address)
     try:
         from dflash_mini_lab import programs
-    except ImportError:
+    except (ImportError, RuntimeError):  # a RuntimeError is Numba's, where it finds no place to keep what it compiled
         return None
     return programs

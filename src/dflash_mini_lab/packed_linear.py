@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.prefetched_linear import Kernel, kernel, rounded
+from dflash_mini_lab.prefetched_linear import Kernel, kernel, narrowest, rounded
 
 MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 PACK_ROWS_HINT = 8
@@ -93,9 +93,9 @@ class PackedLinear:
 
 def storage_works(storage: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is that prepacked product here for `dtype`; where there is none, stock is the answer."""
-    if storage == PREFETCHED and (dtype != torch.float32 or kernel() is None):
-        return False
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if storage == PREFETCHED and (dtype != torch.float32 or kernel() is None):
         return False
     pack, product = WAYS[storage]
     try:
@@ -118,7 +118,8 @@ def measure_plan(weights: list[Tensor], repeats: int = 3) -> LinearPlan:
     if not prepacked:
         return stock_plan(first)
     size = first.numel() * first.element_size()
-    count = max(1, min(MOST_COPIES, -(-BYTES_TO_DEFEAT_CACHE // size)))
+    stored_size = first.numel() * (narrowest(first) if first.dtype == torch.float32 else first.dtype).itemsize
+    count = max(1, min(MOST_COPIES, -(-BYTES_TO_DEFEAT_CACHE // stored_size)))
     sample = [*weights[:count], *(first.clone() for _ in range(count - len(weights)))]
     seconds: dict[str, dict[int, float]] = {}
     for storage in (PLAIN, *prepacked):
@@ -142,6 +143,11 @@ def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
     if coarse.storage != PREFETCHED or sum(map(coarse.seconds, MEASURED_ROWS)) > sum(map(plan.seconds, MEASURED_ROWS)):
         return plan
     return replace(coarse, storage=SCREENED, stock_gigabytes_per_second=plan.stock_gigabytes_per_second)
+
+
+def unscreened(plan: LinearPlan) -> LinearPlan:
+    """Of a screened head's plan, that of a product with the same weights: another layer's that has the head's shape."""
+    return replace(plan, storage=PREFETCHED) if plan.storage == SCREENED else plan
 
 
 def bfloat16_is_faster(device: torch.device | str = "cpu", rows: int = 256, features: int = 768) -> bool:
@@ -200,4 +206,4 @@ WAYS: dict[str, tuple[Callable[[Tensor], Any], Product]] = {
     ONEDNN: (_pack_onednn, _onednn),
     PREFETCHED: (_pack_prefetched, _prefetched),
 }
-"""For each storage, how a weight is put into it and the product that reads it."""
+"""For each storage but a screen, how a weight is put into it and the product that reads it."""

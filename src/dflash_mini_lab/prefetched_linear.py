@@ -10,6 +10,7 @@ decoded alone or verified in a block.
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any
 
@@ -209,7 +210,7 @@ class Kernel:
         for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
             llvm.add_symbol(name, ctypes.cast(getattr(openmp, name), ctypes.c_void_p).value)
         machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
         )
         module = llvm.parse_assembly(program(tile, most))
         llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(3)).getModulePassManager().run(
@@ -243,6 +244,8 @@ class Kernel:
         """`x [..., inputs] → x Wᵀ + b [..., outputs]` of a packed weight, by as many threads as PyTorch uses."""
         packed, outputs = weight
         tiles, inputs, tile = packed.shape
+        if x.dtype != torch.float32 or x.shape[-1] != inputs:
+            raise ValueError(f"{x.dtype} inputs {tuple(x.shape)} for a float32 product of {inputs}")
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], tiles * tile)
         threads, number = torch.get_num_threads(), TYPES.index(packed.dtype)
@@ -256,7 +259,10 @@ class Kernel:
 
 @cache
 def kernel() -> Kernel | None:
-    """The product for this machine; None without LLVM, fused multiply-add, or the OpenMP whose threads PyTorch uses."""
+    """The product for this machine; None without LLVM, fused multiply-add and half-precision conversion, or the OpenMP whose
+    threads PyTorch uses. On Linux alone: elsewhere nobody has tried it."""
+    if not sys.platform.startswith("linux"):
+        return None
     try:
         import llvmlite.binding as llvm
 
@@ -267,7 +273,10 @@ def kernel() -> Kernel | None:
         return None
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features()
-    if llvm.get_default_triple().startswith("x86_64") and not features.get("fma"):
+    features, architecture = llvm.get_host_cpu_features(), llvm.get_default_triple().split("-")[0]
+    if architecture != "aarch64" and not (architecture == "x86_64" and features.get("fma") and features.get("f16c")):
         return None
-    return Kernel(llvm, openmp, *((32, 12) if features.get("avx512f") else (16, 6)))
+    try:
+        return Kernel(llvm, openmp, *((32, 12) if features.get("avx512f") else (16, 6)))
+    except RuntimeError:  # LLVM's, where it does not know the processor
+        return None

@@ -1,4 +1,4 @@
-"""The program of compiled.py: what each thread does for one call.
+"""The programs of compiled.py: what each thread does for one call. A weight is two numbers, its type and its address.
 
 Importing this compiles it, or reads what an earlier process compiled; LLVM must know by then the symbols that it names
 (`compiled._programs`). Sums may be regrouped into vectors, never by the number of rows.
@@ -20,7 +20,7 @@ LAYERS_CALL = (
 )
 LAYERS = (
     *("tile", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "attending", "history"),
-    *("weights_at", "norms_at", "places_of_kind_at", "qk_norms_at", "kernels_at", "kernel_biases_at"),
+    *("weights_at", "norms_at", "places_of_kind_at", "qk_norms_at", "kernels_at"),
     *("stream_at", "norm_at", "scores_at", "qkv_at", "mixed_at", "added_at", "gate_up_at", "act_at", "eps"),
 )
 CONTEXT_CALL = (*EVERY, "features_at", "fused_at", "rotation_at", "memory_at")
@@ -67,7 +67,7 @@ C0, C1, C2, C3, C4, C5, C6 = (f32(np.log(2.0) ** n / np.prod(np.arange(1.0, n + 
 
 
 @njit(error_model="numpy", inline="always", cache=True)
-def exp(x):  # of x ≤ 0, to 2⁻²²: 2^n · 2^r, r in [-1/2, 1/2] by Taylor's series
+def exp(x):  # of x ≤ 0, to 2⁻²²: 2^n · 2^r, r in [-1/2, 1/2] by Taylor's series; of -inf 2⁻¹²⁶, which no sum feels
     power = max(x * LOG2_E, f32(-126))
     n = np.int32(power - f32(0.5))
     r = power - f32(n)
@@ -167,7 +167,7 @@ def multiply(weight, x_at, y_at, rows, inputs, outputs, tile, thread, threads): 
 
 
 @compiled
-def convolve(parts, inputs, window, kernel, bias, places, branching, first, end, out):  # LFM2's, the columns first … end - 1
+def convolve(parts, inputs, window, kernel, places, branching, first, end, out):  # LFM2's, the columns first … end - 1
     rows, hidden = out.shape
     history = len(inputs)
     for h in range(history):
@@ -177,7 +177,7 @@ def convolve(parts, inputs, window, kernel, bias, places, branching, first, end,
             window[history + r, i] = parts[r, i] * parts[r, 2 * hidden + i]
     for r in range(rows):
         for i in range(first, end):
-            total = bias[i] + kernel[history, i] * window[history + r, i]
+            total = kernel[history, i] * window[history + r, i]
             for tap in range(history):
                 place = places[r, tap] if branching else r + tap
                 total += kernel[tap, i] * window[place, i]
@@ -199,12 +199,12 @@ def layers_program(job_at):
     tap_layers = carray(pointer(job.tap_layers_at), (job.taps,), np.int64)
     weights = carray(pointer(job.weights_at), (job.layers, 4, 2), np.int64)
     norms = carray(pointer(job.norms_at), (2 * job.layers + 1, hidden), f32)
+    # Of the layer in its kind: n the n-th that attends, -1 - n the n-th that convolves.
     place_of_kind = carray(pointer(job.places_of_kind_at), (job.layers,), np.int64)
     qk_norms = carray(pointer(job.qk_norms_at), (job.attending, job.normed_heads, d), f32)
     memory = carray(pointer(job.memory_at), (job.attending, 2, kv_heads, job.capacity, d), f32)
     convolving, history = job.layers - job.attending, job.history
     kernels = carray(pointer(job.kernels_at), (convolving, history + 1, hidden), f32)
-    kernel_biases = carray(pointer(job.kernel_biases_at), (convolving, hidden), f32)
     inputs_at = carray(pointer(job.inputs_at), (convolving,), np.int64)
     windows = carray(pointer(job.windows_at), (convolving, history + rows, hidden), f32)
     places = carray(pointer(job.places_at), (rows, history), np.int64)
@@ -235,8 +235,8 @@ def layers_program(job_at):
         if not attends:
             convolution = -1 - kind
             inputs = carray(pointer(inputs_at[convolution]), (history, hidden), f32)
-            kernel, bias, window = kernels[convolution], kernel_biases[convolution], windows[convolution]
-            convolve(parts, inputs, window, kernel, bias, places, job.branching, first_column, end_column, convolved)
+            kernel, window = kernels[convolution], windows[convolution]
+            convolve(parts, inputs, window, kernel, places, job.branching, first_column, end_column, convolved)
         else:
             for h in range(first_head, end_head):
                 for r in range(rows):
@@ -274,7 +274,7 @@ def layers_program(job_at):
         barrier()
         for r in range(rows):
             add(stream[r], added[r])
-        if thread == 0 and done < job.taps and tap_layers[done] == layer:
+        while thread == 0 and done < job.taps and tap_layers[done] == layer:
             tapped[done] = stream
             done += 1
     if thread == 0:

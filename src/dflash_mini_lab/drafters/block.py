@@ -233,7 +233,7 @@ class BlockSession:
         start, end = self.length, self.length + rows
         rotation = d.rotation[start:end].view(rows, 1, -1)
         first = max(start - config.window, 0) if config.window else 0
-        if d.compiled and not first:
+        if d.compiled and rows <= MOST_ROWS and not first:
             return d.compiled(x, self.memory, start, rotation[:, 0], hiding=self._hiding)[0]
         heads, kv_heads, groups = config.heads, config.kv_heads, config.heads // config.kv_heads
         for layer, (keys, values) in zip(d.layers, self.memory, strict=True):

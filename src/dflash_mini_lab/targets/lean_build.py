@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_mini_lab.compiled import AttentionLayer, CompiledLayers, ConvolutionLayer, compiled_head, compiled_layers
+from dflash_mini_lab.compiled import AttentionLayer, CompiledLayers, ConvolutionLayer, can_compile, compiled_head, compiled_layers
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import (
     BYTES_TO_DEFEAT_CACHE,
     PLAIN,
-    PREFETCHED,
     SCREENED,
     LinearPlan,
     PackedLinear,
     measure_plan,
     padded_rows,
     screen_plan,
+    unscreened,
 )
 from dflash_mini_lab.rotary import interleaved_rows
 from dflash_mini_lab.targets.lean import Attention, Layer, LeanDecoder, ShortConvolution
@@ -67,7 +67,7 @@ def build_lean_decoder(
         plans = _plans(model, measure, screen)
 
         def linear(fused: _Fused) -> PackedLinear:
-            packed = PackedLinear(*fused.read(), plans[fused.shape])
+            packed = PackedLinear(*fused.read(), unscreened(plans[fused.shape]))
             if consume:
                 fused.empty()
             return packed
@@ -83,7 +83,8 @@ def build_lean_decoder(
             if consume:
                 give_back_memory()
         norm = base.embedding_norm if config.model_type == "lfm2" else base.norm
-        padded = padded_rows([(plans[shape], count) for shape, count in counts.items()])
+        compiled = _compiled(layers, _norm(norm))
+        padded = {} if compiled else padded_rows([(plans[shape], count) for shape, count in counts.items()])
         return LeanDecoder(
             embedding=base.embed_tokens.weight.detach(),
             layers=layers,
@@ -92,7 +93,7 @@ def build_lean_decoder(
             rotation=_rotation_table(base.rotary_emb, min(capacity, config.max_position_embeddings), norm.weight.dtype),
             plans=list(plans.values()),
             padded_rows=padded,
-            compiled=_compiled(layers, _norm(norm)),
+            compiled=compiled,
         )
 
 
@@ -104,8 +105,10 @@ def _compiled(layers: Sequence[Layer], final_norm: RMSNorm) -> CompiledLayers | 
         if isinstance(mixer, Attention):
             like = mixer
             parts.append(AttentionLayer(mixer.qkv, mixer.out, *rest, mixer.qk_norm))
+        elif mixer.bias is None:
+            parts.append(ConvolutionLayer(mixer.in_proj, mixer.out, *rest, mixer.kernel))
         else:
-            parts.append(ConvolutionLayer(mixer.in_proj, mixer.out, *rest, mixer.kernel, mixer.bias))
+            return None
     return compiled_layers(parts, final_norm, like.heads, like.kv_heads, like.head_dim) if like else None
 
 
@@ -119,7 +122,7 @@ def _plans(model: Any, measure: bool, screen: bool) -> dict[tuple[int, ...], Lin
     for shape in shapes:
         sample = _sample(model, shape)
         plan = measure_plan(sample)
-        if screen and shape == tuple(head.shape) and model.lm_head.bias is None:
+        if screen and shape == tuple(head.shape) and model.lm_head.bias is None and can_compile():
             plan = screen_plan(sample[0], plan)
         measured[shape] = replace(plan, out_features=shape[0])
         give_back_memory()
@@ -143,11 +146,9 @@ def _fused_linears(model: Any) -> Iterator[_Fused]:
 
 
 def _head(weight: Tensor, bias: Tensor | None, plan: LinearPlan, padded: dict[int, int]) -> LMHead:
-    if plan.storage == SCREENED:
-        if screened := compiled_head(weight):
-            return ScreenedHead(weight, screened)
-        plan = replace(plan, storage=PREFETCHED)
-    return FullHead(PackedLinear(weight, bias, plan), padded)
+    if plan.storage == SCREENED and (screened := compiled_head(weight)):
+        return ScreenedHead(weight, screened)
+    return FullHead(PackedLinear(weight, bias, unscreened(plan)), padded)
 
 
 @dataclass(frozen=True)
