@@ -173,3 +173,33 @@ def test_a_machine_without_a_kernel_or_numba_compiles_nothing(monkeypatch: pytes
             assert compiled_context(fc, final, context, k_norm, 2) is None
             assert compiled_head(torch.zeros(8, 4)) is None
             assert compiled_best(np.array([[1.0, 3.0]], np.float32), 1)[0].tolist() == [[1]]
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 48, 64, 576])
+def test_values_do_not_depend_on_where_in_memory_they_lie(size: int) -> None:
+    """A vectorised loop is left for a plain one where its arrays may overlap: both must round alike."""
+    assert compiled.can_compile()
+    from dflash_mini_lab.programs import add, gate, normalise, rotate
+
+    x, y, far = (np.random.default_rng(seed).normal(0, 2, size).astype(np.float32) for seed in range(3))
+    eps, one = np.float32(1e-5), np.float32(0.125)
+    ways = {
+        "normalise": lambda x, y, out: normalise(x, y, eps, out),
+        "rotate": lambda x, y, out: rotate(x, y, one, out),
+        "gate": gate,
+    }
+    for name, run in ways.items():
+        run(x, y, far)
+        for gap in (0, 1, 4, 8, 16):
+            room = np.zeros(3 * size + 2 * gap, np.float32)
+            places = [room[start : start + size] for start in (0, size + gap, 2 * (size + gap))]
+            for first, second, out in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+                places[first][:], places[second][:] = x, y
+                run(places[first], places[second], places[out])
+                assert np.array_equal(places[out], far), name
+        alone = x.copy()
+        run(alone, y, alone)
+        assert np.array_equal(alone, far), f"{name}, in place"
+    total = x.copy()
+    add(total, y)
+    assert np.array_equal(total, x + y)
