@@ -29,6 +29,7 @@ MOST_ROWS = 32
 ROWS_AT_ONCE = 4096
 """Of a head, where differences are looked at."""
 
+
 @dataclass(frozen=True)
 class AttentionLayer:
     """One layer's parts. `qk_norm`, weights `[heads + kv_heads, head_dim]`, is None without per-head norms."""
@@ -165,8 +166,7 @@ class CompiledLayers(_Compiled):
         `places [rows, history]` says where among its window each row's earlier inputs are.
         """
         rows, capacity, threads = x.shape[1], memory.shape[3], torch.get_num_threads()
-        if not 0 < rows <= MOST_ROWS or past + rows > capacity:
-            raise ValueError(f"{past} + {rows} rows: at most {MOST_ROWS} at once, and {capacity} in all")
+        _check_room(past, rows, capacity)
         if x.shape[2] != self._hidden or x.dtype != torch.float32 or rotation.shape != (rows, memory.shape[4] // 2):
             raise ValueError(f"{x.dtype} rows {tuple(x.shape)} with a rotation {tuple(rotation.shape)} do not fit these layers")
         stream = threads * MOST_ROWS * self._hidden
@@ -182,9 +182,8 @@ class CompiledLayers(_Compiled):
         addresses = [tensor.data_ptr() for tensor in (x, out, tapped, self._tap_layers, rotation, memory, inputs_at, windows)]
         addresses += [0 if tensor is None else tensor.data_ptr() for tensor in optional]
         self._run(threads, rows, past, capacity, hiding is not None, len(taps), *addresses)
-        order = sorted(range(len(taps)), key=taps.__getitem__)
-        found = dict(zip(order, tapped, strict=True))
-        return out, [found[place] for place in range(len(taps))], windows
+        order = sorted(taps)
+        return out, [tapped[order.index(tap)] for tap in taps], windows
 
 
 class CompiledContext(_Compiled):
@@ -223,8 +222,7 @@ class CompiledContext(_Compiled):
     def __call__(self, features: Tensor, memory: Tensor, past: int, rotation: Tensor) -> Tensor:
         """`features [rows, taps · hidden]` → fused `[rows, hidden]`; `memory`, `past` and `rotation` as for CompiledLayers."""
         rows, capacity = len(features), memory.shape[3]
-        if not 0 < rows <= MOST_ROWS or past + rows > capacity:
-            raise ValueError(f"{past} + {rows} rows: at most {MOST_ROWS} at once, and {capacity} in all")
+        _check_room(past, rows, capacity)
         features, rotation, fused = features.contiguous(), rotation.contiguous(), features.new_empty(rows, self._hidden)
         addresses = (tensor.data_ptr() for tensor in (features, fused, rotation, memory))
         self._run(torch.get_num_threads(), rows, past, capacity, *addresses)
@@ -333,6 +331,11 @@ def _program_for(products: Sequence[PackedLinear]) -> tuple[Kernel, Any] | None:
         return None
     programs = _programs(tiles)
     return (tiles, programs) if programs else None
+
+
+def _check_room(past: int, rows: int, capacity: int) -> None:
+    if not 0 < rows <= MOST_ROWS or past + rows > capacity:
+        raise ValueError(f"{past} + {rows} rows: at most {MOST_ROWS} at once, and {capacity} in all")
 
 
 def _type_and_address(packed: Tensor) -> tuple[int, int]:
