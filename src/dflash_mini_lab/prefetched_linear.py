@@ -1,8 +1,9 @@
 """Our own product of few rows and a float32 weight, which asks for the weight before it is needed. LLVM compiles it at load.
 
 A library's small product waits for memory and computes in turns: on some machines six rows then take 1.4 times as long as one.
-Here the weight lies in tiles of outputs, read from beginning to end, and every step asks for the cache lines that come
-`PREFETCH_BYTES` later, so that reading goes on while the rows are multiplied.
+Here the weight lies in tiles of outputs, read from beginning to end, `BLOCK_BYTES` at a time, and every step asks for cache lines
+of the block after, so that reading goes on while the rows are multiplied. Rows that do not fit the registers at once take turns
+over a block, in equal parts, each asking for its part of the next one.
 
 Each sum runs over the inputs in their order, whatever the number of rows: a token's values are the same bits whether it is
 decoded alone or verified in a block.
@@ -17,18 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PREFETCH_BYTES = 4096
+BLOCK_BYTES = 8192
 CACHE_LINE = 64
 _TO_L2 = 2
 """LLVM's locality of a prefetch: 3 is into the first cache, 0 past all."""
 
-# The sums of `rows` rows and one tile of outputs: Σ_k x[r, k] · w[k, tile], kept in registers.
+# Some inputs' part of the sums of `rows` rows and one tile of outputs, Σ_k x[r, k] · w[k, tile], kept in registers. Meanwhile
+# `ahead` is asked for, `stride` bytes a step.
 _ROWS = """
-define internal void @{type}_rows_{rows}(ptr %x, ptr %w, ptr %y, i64 %inputs, i64 %outputs) alwaysinline #0 {{
+define internal void @{type}_rows_{rows}(ptr %x, ptr %w, ptr %y, i64 %inputs, i64 %outputs, i64 %from, i64 %to,
+    ptr %ahead, i64 %stride) alwaysinline #0 {{
 start:
+  %begins = icmp eq i64 %from, 0
+  {starts}
   br label %loop
 loop:
-  %k = phi i64 [0, %start], [%next, %loop]
+  %k = phi i64 [%from, %start], [%next, %loop]
+  %asked = phi ptr [%ahead, %start], [%asked_next, %loop]
   {phis}
   %skip = mul i64 %k, {tile}
   %here = getelementptr {element}, ptr %w, i64 %skip
@@ -36,17 +42,23 @@ loop:
   %stored = load <{tile} x {element}>, ptr %here, align {bytes}
   {widening}
   {sums}
+  %asked_next = getelementptr i8, ptr %asked, i64 %stride
   %next = add nuw i64 %k, 1
-  %more = icmp ult i64 %next, %inputs
-  br i1 %more, label %loop, label %end
+  %more = icmp ult i64 %next, %to
+  br i1 %more, label %loop, label %end, !llvm.loop !0
 end:
   {stores}
   ret void
 }}"""
+_START = """
+  %yskip{r} = mul i64 %outputs, {r}
+  %yat{r} = getelementptr float, ptr %y, i64 %yskip{r}
+  %earlier{r} = load {vector}, ptr %yat{r}, align 4
+  %begun{r} = select i1 %begins, {vector} zeroinitializer, {vector} %earlier{r}"""
 _PHI = """
-  %old{r} = phi {vector} [zeroinitializer, %start], [%new{r}, %loop]"""
+  %old{r} = phi {vector} [%begun{r}, %start], [%new{r}, %loop]"""
 _PREFETCH = """
-  %line{n} = getelementptr i8, ptr %here, i64 {ahead}
+  %line{n} = getelementptr i8, ptr %asked, i64 {place}
   call void @llvm.prefetch.p0(ptr %line{n}, i32 0, i32 {locality}, i32 1)"""
 _SUM = """
   %xskip{r} = mul i64 %inputs, {r}
@@ -57,8 +69,6 @@ _SUM = """
   %all{r} = shufflevector {vector} %first{r}, {vector} poison, <{tile} x i32> zeroinitializer
   %new{r} = call {vector} @llvm.fma.v{tile}f32({vector} %all{r}, {vector} %weights, {vector} %old{r})"""
 _STORE = """
-  %yskip{r} = mul i64 %outputs, {r}
-  %yat{r} = getelementptr float, ptr %y, i64 %yskip{r}
   store {vector} %new{r}, ptr %yat{r}, align 4"""
 _WIDENING = {
     torch.float32: "%weights = fadd <{tile} x float> %stored, splat (float -0.0)",
@@ -70,11 +80,15 @@ _WIDENING = {
 """From what is stored to float32, exactly. (Adding -0 is no operation, and none is left of it.)"""
 _ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "i16"}
 
-# Some tiles of a product, from `first` to before `end`, each with all rows, `most` of them at a time.
+# Some tiles of a product, from `first` to before `end`. A block of inputs at a time stays in the first cache for all rows, `most`
+# of which are multiplied at once; every such pass asks for its share of the block that comes next.
 _TILES = """
 define internal void @{type}_tiles(ptr %x, ptr %w, ptr %y, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end) #0 {{
 start:
   %tile_size = mul i64 %inputs, {tile}
+  %fuller = add i64 %rows, {most_less_one}
+  %passes = udiv i64 %fuller, {most}
+  %stride = udiv i64 {size}, %passes
   br label %next_tile
 next_tile:
   %tile = phi i64 [%first, %start], [%tile_after, %tile_done]
@@ -84,22 +98,41 @@ one_tile:
   %w_skip = mul i64 %tile, %tile_size
   %w_tile = getelementptr {element}, ptr %w, i64 %w_skip
   %column = mul i64 %tile, {tile}
+  br label %next_block
+next_block:
+  %from = phi i64 [0, %one_tile], [%to, %block_done]
+  %block_end = add i64 %from, {block}
+  %to = call i64 @llvm.umin.i64(i64 %block_end, i64 %inputs)
+  %inputs_taken = sub i64 %to, %from
+  %share = mul i64 %inputs_taken, %stride
+  %ahead_place = add i64 %from, {block}
+  %ahead_skip = mul i64 %ahead_place, {tile}
+  %ahead_first = getelementptr {element}, ptr %w_tile, i64 %ahead_skip
   br label %next_rows
 next_rows:
-  %row = phi i64 [0, %one_tile], [%row_after, %rows_done]
+  %row = phi i64 [0, %next_block], [%row_after, %rows_done]
+  %ahead = phi ptr [%ahead_first, %next_block], [%ahead_next, %rows_done]
+  %passes_left = phi i64 [%passes, %next_block], [%passes_after, %rows_done]
   %left = sub i64 %rows, %row
+  %left_up = add i64 %left, %passes_left
+  %left_up_less = sub i64 %left_up, 1
+  %taken = udiv i64 %left_up_less, %passes_left
   %x_skip = mul i64 %row, %inputs
   %x_rows = getelementptr float, ptr %x, i64 %x_skip
   %y_skip = mul i64 %row, %outputs
   %y_place = add i64 %y_skip, %column
   %y_rows = getelementptr float, ptr %y, i64 %y_place
-  %taken = call i64 @llvm.umin.i64(i64 %left, i64 {most})
   switch i64 %taken, label %rows_done [{cases}]
   {calls}
 rows_done:
   %row_after = add i64 %row, %taken
+  %ahead_next = getelementptr i8, ptr %ahead, i64 %share
+  %passes_after = sub i64 %passes_left, 1
   %again = icmp ult i64 %row_after, %rows
-  br i1 %again, label %next_rows, label %tile_done
+  br i1 %again, label %next_rows, label %block_done
+block_done:
+  %more_inputs = icmp ult i64 %to, %inputs
+  br i1 %more_inputs, label %next_block, label %tile_done
 tile_done:
   %tile_after = add i64 %tile, 1
   br label %next_tile
@@ -108,7 +141,8 @@ done:
 }}"""
 _CALL = """
 few_{rows}:
-  call void @{type}_rows_{rows}(ptr %x_rows, ptr %w_tile, ptr %y_rows, i64 %inputs, i64 %outputs)
+  call void @{type}_rows_{rows}(ptr %x_rows, ptr %w_tile, ptr %y_rows, i64 %inputs, i64 %outputs, i64 %from, i64 %to,
+    ptr %ahead, i64 %stride)
   br label %rows_done"""
 
 # The same of a weight of any type; addresses are integers.
@@ -155,7 +189,9 @@ declare i64 @llvm.umin.i64(i64, i64)
 declare i32 @omp_get_thread_num()
 declare i32 @omp_get_num_threads()
 attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }}
-{functions}"""
+{functions}
+!0 = distinct !{{!0, !1}}
+!1 = !{{!"llvm.loop.unroll.count", i32 4}}"""
 TYPES = tuple(_ELEMENTS)
 """Of a packed weight; its place here is the number that `tiles` knows it by."""
 
@@ -166,14 +202,15 @@ def program(tile: int, most: int) -> str:
     vector = f"<{tile} x float>"
     for number, dtype in enumerate(TYPES):
         size = tile * dtype.itemsize
-        common = {"type": f"t{number}", "tile": tile, "vector": vector, "element": _ELEMENTS[dtype], "most": most}
-        lines = enumerate(range(PREFETCH_BYTES, PREFETCH_BYTES + size, CACHE_LINE))
-        common["prefetches"] = "".join(_PREFETCH.format(n=n, ahead=place, locality=_TO_L2) for n, place in lines)
+        common = {"type": f"t{number}", "tile": tile, "vector": vector, "element": _ELEMENTS[dtype], "size": size}
+        common |= {"most": most, "most_less_one": most - 1, "block": BLOCK_BYTES // size}
+        lines = enumerate(range(0, size, CACHE_LINE))
+        common["prefetches"] = "".join(_PREFETCH.format(n=n, place=place, locality=_TO_L2) for n, place in lines)
         common["widening"] = _WIDENING[dtype].format(tile=tile)
         for rows in counts:
             parts = {
                 name: "".join(part.format(r=r, **common) for r in range(rows))
-                for name, part in (("phis", _PHI), ("sums", _SUM), ("stores", _STORE))
+                for name, part in (("starts", _START), ("phis", _PHI), ("sums", _SUM), ("stores", _STORE))
             }
             functions.append(_ROWS.format(rows=rows, bytes=min(size, CACHE_LINE), **parts, **common))
         cases = " ".join(f"i64 {rows}, label %few_{rows}" for rows in counts)
@@ -277,6 +314,6 @@ def kernel() -> Kernel | None:
     if architecture != "aarch64" and not (architecture == "x86_64" and features.get("fma") and features.get("f16c")):
         return None
     try:
-        return Kernel(llvm, openmp, *((32, 12) if features.get("avx512f") else (16, 6)))
+        return Kernel(llvm, openmp, *((32, 12) if features.get("avx512f") else (16, 4)))
     except RuntimeError:  # LLVM's, where it does not know the processor
         return None
