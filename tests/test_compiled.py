@@ -15,7 +15,15 @@ from tests.test_heads import CONFIG, Features, drafter_tensors
 from tests.tiny_models import COMPILED, HIDDEN, POSITIONS, TAPS, compiled_decoder, random_ids, tiny_model
 
 from dflash_mini_lab import compiled
-from dflash_mini_lab.compiled import MOST_ROWS, AttentionLayer, compiled_best, compiled_context, compiled_head, compiled_layers
+from dflash_mini_lab.compiled import (
+    CANDIDATES,
+    MOST_ROWS,
+    AttentionLayer,
+    compiled_context,
+    compiled_head,
+    compiled_layers,
+    compiled_scores,
+)
 from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import PREFETCHED, LinearPlan, PackedLinear
@@ -109,6 +117,8 @@ def test_a_compiled_drafter_scores_as_the_single_operations_do() -> None:
     assert plain.compiled is plain.compiled_context is None
     assert drafter.compiled is not None
     assert drafter.compiled_context is not None
+    assert drafter.compiled_scores is not None
+    assert plain.compiled_scores is None
     rows = torch.randn(60, len(TAPS) * HIDDEN, generator=torch.Generator().manual_seed(2))
     sessions = [(one.start(features, 80), features) for one in (plain, drafter) for features in [Features(rows)]]
     ids, committed = random_ids(61, 3), []
@@ -120,18 +130,34 @@ def test_a_compiled_drafter_scores_as_the_single_operations_do() -> None:
             drafts.append(session.draft(committed))
         for part in ("context", "states"):
             np.testing.assert_allclose(getattr(drafts[0], part)(), getattr(drafts[1], part)(), rtol=0, atol=1e-4)
-        np.testing.assert_allclose(drafts[0].logits()[0], drafts[1].logits()[0], rtol=0, atol=1e-3)
+        logits = drafts[1].logits()[0]
+        np.testing.assert_allclose(drafts[0].logits()[0], logits, rtol=0, atol=1e-3)
+        for k in (1, CANDIDATES, CANDIDATES + 1):  # those kept on the way, and one more, which is searched for
+            columns, scores = best(logits, k)
+            for found, wanted in zip(drafts[1].top(k), (drafter.draft_ids[columns], scores), strict=True):
+                assert np.array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 9])
-def test_the_best_candidates_are_those_of_the_plain_search(k: int) -> None:
-    generator = np.random.default_rng(1)
-    for columns in (9, 64, 65, 1000):
-        logits = generator.integers(0, 20, (5, columns)).astype(np.float32)
-        for found, wanted in zip(compiled_best(logits, k), best(logits, k), strict=True):
-            assert np.array_equal(found, wanted)
-            assert found.dtype == wanted.dtype
-    assert compiled_best(logits.astype(np.float64), k)[1].dtype == np.float64
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("vocabulary", [3, 8, 64, 65, 1000, 5000])
+def test_the_best_candidates_are_those_of_the_plain_search(vocabulary: int, threads: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randint(-3, 4, (vocabulary, 16), generator=generator).float()  # so that scores are exact, and many are equal
+    hidden = torch.randint(-3, 4, (7, 16), generator=generator).float()
+    head = PackedLinear(weight, None, LinearPlan(*weight.shape, PREFETCHED))
+    program = compiled_scores(head, np.arange(vocabulary) * 10)
+    assert program is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        scores, ids, found = program(hidden)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(scores, hidden @ weight.T)
+    columns, wanted = best(scores.numpy(), min(CANDIDATES, vocabulary))
+    assert np.array_equal(ids, columns * 10)
+    assert np.array_equal(found, wanted)
+    assert ids.dtype == np.int64
 
 
 def test_layers_that_the_program_does_not_cover_are_left_to_single_operations() -> None:
@@ -172,7 +198,7 @@ def test_a_machine_without_a_kernel_or_numba_compiles_nothing(monkeypatch: pytes
             assert compiled_layers([layer()], final, 4, 2, 8) is None
             assert compiled_context(fc, final, context, k_norm, 2) is None
             assert compiled_head(torch.zeros(8, 4)) is None
-            assert compiled_best(np.array([[1.0, 3.0]], np.float32), 1)[0].tolist() == [[1]]
+            assert compiled_scores(packed(8, 4), np.arange(8)) is None
 
 
 @pytest.mark.parametrize("size", [8, 16, 32, 48, 64, 576])

@@ -22,12 +22,13 @@ from torch import Tensor
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import PREFETCHED, PackedLinear
 from dflash_mini_lab.prefetched_linear import TYPES, Kernel, kernel, rounded
-from dflash_mini_lab.scores import best
 
 MOST_ROWS = 32
 """Of one call; a longer one has enough rows to keep single operations busy."""
 ROWS_AT_ONCE = 4096
 """Of a head, where differences are looked at."""
+CANDIDATES = 8
+"""Of a draft's slot, found as its scores are computed; as many as any method asks for."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class CompiledHead(_Compiled):
         parts = zip(weight.split(ROWS_AT_ONCE), coarse.split(ROWS_AT_ONCE), strict=True)
         lost = max(float((exact - part).norm(dim=1).max()) for exact, part in parts)
         longest = max(float(part.norm(dim=1).max()) for part in coarse.split(ROWS_AT_ONCE))
-        self._screen = tiles.pack(coarse)[0]
+        self._screen, self._block = tiles.pack(coarse)[0], programs.BLOCK
         self.outputs = self._screen.shape[0] * tiles.tile
         super().__init__(
             tiles,
@@ -265,10 +266,45 @@ class CompiledHead(_Compiled):
     def _few(self, hidden: Tensor, vocabulary: int) -> Tensor:
         rows, threads = len(hidden), torch.get_num_threads()
         each = threads * MOST_ROWS
-        self._make_room(tops_at=each, logits_at=each)
+        self._make_room(tops_at=each, logits_at=each, block_tops_at=each * (self.outputs // self._block + 1))
         ids = torch.empty(threads + 1, rows, dtype=torch.int64)
         self._run(threads, rows, vocabulary, hidden.data_ptr(), ids.data_ptr())
         return ids[threads]
+
+
+class CompiledScores(_Compiled):
+    """A draft's scores, and the best of every row, kept while they are computed."""
+
+    def __init__(self, head: PackedLinear, ids: np.ndarray, tiles: Kernel, programs: Any) -> None:
+        """`ids [vocabulary]` (int64): the target's id of every row of the head."""
+        packed, self._vocabulary = head.weight
+        self._head, self._hidden, self.candidates = head, packed.shape[1], min(CANDIDATES, self._vocabulary)
+        self._outputs = len(packed) * tiles.tile
+        super().__init__(
+            tiles,
+            programs.scores_program,
+            programs.SCORES_JOB,
+            hidden=self._hidden,
+            outputs=self._outputs,
+            vocabulary=self._vocabulary,
+            candidates=self.candidates,
+            weight_at=torch.tensor(_type_and_address(packed)),
+            ids_at=torch.from_numpy(ids),
+            lowest=-np.inf,
+        )
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """`hidden [rows, hidden]` → scores `[rows, vocabulary]`; ids (int64) and scores of each row's best `[rows, candidates]`,
+        best first, of equal ones the lower row of the head. A row needs as many finite scores."""
+        rows, threads = len(hidden), torch.get_num_threads()
+        if not 0 < rows <= MOST_ROWS or hidden.dtype != torch.float32:
+            raise ValueError(f"{hidden.dtype} rows {tuple(hidden.shape)}: at most {MOST_ROWS} at once, of float32")
+        room = threads * MOST_ROWS * self.candidates
+        self._make_room(kept_at=room, columns_at=2 * room)
+        hidden, scores = hidden.contiguous(), hidden.new_empty(rows, self._outputs)
+        ids, best = np.empty((rows, self.candidates), np.int64), np.empty((rows, self.candidates), np.float32)
+        self._run(threads, rows, hidden.data_ptr(), scores.data_ptr(), ids.ctypes.data, best.ctypes.data)
+        return scores[:, : self._vocabulary], ids, best
 
 
 def compiled_head(weight: Tensor) -> CompiledHead | None:
@@ -309,25 +345,22 @@ def compiled_context(
     return CompiledContext(fc, norm, context_kv, k_norm, layers, *found)
 
 
+def compiled_scores(head: PackedLinear, ids: np.ndarray) -> CompiledScores | None:
+    """As `compiled_layers`."""
+    found = _program_for([head], whole_tiles=False)
+    return CompiledScores(head, ids, *found) if found else None
+
+
 def can_compile() -> bool:
     return _program_for([]) is not None
 
 
-def compiled_best(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `scores.best`, which it is where there is nothing compiled."""
-    if logits.dtype != np.float32 or (found := _program_for([])) is None:
-        return best(logits, k)
-    columns, scores = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
-    found[1].best(logits, columns, scores)
-    return columns, scores
-
-
-def _program_for(products: Sequence[PackedLinear]) -> tuple[Kernel, Any] | None:
-    """The kernel and the module of programs, where all of `products` are the kernel's, in whole tiles and without a bias."""
+def _program_for(products: Sequence[PackedLinear], whole_tiles: bool = True) -> tuple[Kernel, Any] | None:
+    """The kernel and the module of programs, where all of `products` are the kernel's, without a bias and in whole tiles."""
     if not all(product.storage == PREFETCHED and product.bias is None for product in products):
         return None
     tiles = kernel()
-    if tiles is None or any(product.weight[1] % tiles.tile for product in products):
+    if tiles is None or (whole_tiles and any(product.weight[1] % tiles.tile for product in products)):
         return None
     programs = _programs(tiles)
     return (tiles, programs) if programs else None

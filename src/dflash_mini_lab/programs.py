@@ -29,7 +29,15 @@ CONTEXT = (
     *("weights_at", "norm_at", "k_norm_at", "projected_at", "kv_at", "eps"),
 )
 HEAD_CALL = ("threads", "rows", "vocabulary", "x_at", "ids_at")
-HEAD = ("tile", "hidden", "outputs", "screen_at", "weight_at", "screened_at", "tops_at", "logits_at", "lost")
+HEAD = (
+    *("tile", "hidden", "outputs", "screen_at", "weight_at"),
+    *("screened_at", "block_tops_at", "tops_at", "logits_at", "lost"),
+)
+SCORES_CALL = ("threads", "rows", "x_at", "scores_at", "best_ids_at", "best_scores_at")
+SCORES = (
+    *("tile", "hidden", "outputs", "vocabulary", "candidates", "weight_at", "ids_at"),
+    *("columns_at", "kept_at", "lowest"),
+)
 
 
 def job(*names: str) -> np.dtype:
@@ -37,7 +45,8 @@ def job(*names: str) -> np.dtype:
     return np.dtype([*((name, np.int64) for name in names[:-1]), (names[-1], np.float64)])
 
 
-LAYERS_JOB, CONTEXT_JOB, HEAD_JOB = job(*LAYERS_CALL, *LAYERS), job(*CONTEXT_CALL, *CONTEXT), job(*HEAD_CALL, *HEAD)
+LAYERS_JOB, CONTEXT_JOB = job(*LAYERS_CALL, *LAYERS), job(*CONTEXT_CALL, *CONTEXT)
+HEAD_JOB, SCORES_JOB = job(*HEAD_CALL, *HEAD), job(*SCORES_CALL, *SCORES)
 
 if llvm.get_host_cpu_features().get("avx512f"):  # LLVM's default for many of these processors is half as wide
     config.CPU_NAME, config.CPU_FEATURES = llvm.get_host_cpu_name(), f"{llvm.get_host_cpu_features().flatten()},-prefer-256-bit"
@@ -45,6 +54,8 @@ if llvm.get_host_cpu_features().get("avx512f"):  # LLVM's default for many of th
 f32 = np.float32
 BLOCK = 64
 """Numbers whose largest is looked at first, where few of many are wanted."""
+AT_ONCE = 64
+"""Tiles of a head whose products are looked at while they are in cache; some BLOCKs."""
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 number_of_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 """It may be fewer than were asked for."""
@@ -326,12 +337,19 @@ def head_program(job_at):
     tops = carray(pointer(job.tops_at), (threads, rows), f32)
     logits = carray(pointer(job.logits_at), (threads, rows), f32)
     ids = carray(pointer(job.ids_at), (job.threads + 1, rows), np.int64)
-    first, end = share(outputs // tile, thread, threads)
-    first, end = min(first * tile, job.vocabulary), min(end * tile, job.vocabulary)
+    block_tops = carray(pointer(job.block_tops_at), (threads, rows, outputs // BLOCK + 1), f32)
+    first_tile, end_tile = share(outputs // tile, thread, threads)
+    first, end = min(first_tile * tile, job.vocabulary), min(end_tile * tile, job.vocabulary)
 
-    multiply(screen, job.x_at, job.screened_at, rows, hidden, outputs, tile, thread, threads)
-    for r in range(rows):
-        tops[thread, r] = largest(screened[r, first:end])
+    tops[thread] = f32(-np.inf)
+    for tiles in range(first_tile, end_tile, AT_ONCE):
+        tiles_end = min(tiles + AT_ONCE, end_tile)
+        multiply_tiles(screen[0], job.x_at, screen[1], job.screened_at, rows, hidden, outputs, tiles, tiles_end)
+        for r in range(rows):
+            for start in range(tiles * tile, min(tiles_end * tile, end), BLOCK):
+                top = largest(screened[r, start : min(start + BLOCK, end)])
+                block_tops[thread, r, (start - first) // BLOCK] = top
+                tops[thread, r] = max(tops[thread, r], top)
     barrier()
     one = np.empty(1, f32)
     for r in range(rows):
@@ -341,8 +359,8 @@ def head_program(job_at):
         least = largest(tops[:, r]) - f32(2 * job.lost) * np.sqrt(length)
         logits[thread, r], ids[thread, r] = f32(-np.inf), 0
         for start in range(first, end, BLOCK):
-            block = screened[r, start : min(start + BLOCK, end)]
-            if largest(block) >= least:
+            if block_tops[thread, r, (start - first) // BLOCK] >= least:
+                block = screened[r, start : min(start + BLOCK, end)]
                 for place in range(len(block)):
                     if block[place] >= least:
                         token = start + place
@@ -360,19 +378,46 @@ def head_program(job_at):
 
 
 @compiled
-def best(logits, columns, scores):  # as scores.best, into `columns` and `scores [S, k]`
-    slots, k = columns.shape
-    for s in range(slots):
-        for place in range(k):
-            columns[s, place], scores[s, place] = 0, f32(-np.inf)
-        for start in range(0, logits.shape[1], BLOCK):
-            block = logits[s, start : start + BLOCK]
-            if not largest(block) > scores[s, k - 1]:
-                continue
-            for column in range(len(block)):
-                place, z = k - 1, block[column]
-                if z > scores[s, place]:
-                    while place > 0 and z > scores[s, place - 1]:
-                        columns[s, place], scores[s, place] = columns[s, place - 1], scores[s, place - 1]
-                        place -= 1
-                    columns[s, place], scores[s, place] = start + column, z
+def keep_best(block, first, columns, scores):  # the best of the columns from `first` on among those kept, of equal ones the lower
+    last = len(scores) - 1
+    if not largest(block) > scores[last]:
+        return
+    for column in range(len(block)):
+        place, z = last, block[column]
+        if z > scores[place]:
+            while place > 0 and z > scores[place - 1]:
+                columns[place], scores[place] = columns[place - 1], scores[place - 1]
+                place -= 1
+            columns[place], scores[place] = first + column, z
+
+
+@cfunc(types.void(types.CPointer(from_dtype(SCORES_JOB))), cache=True)
+def scores_program(job_at):
+    job = carray(job_at, 1)[0]
+    thread, threads, tile = thread_number(), number_of_threads(), job.tile
+    rows, hidden, outputs, candidates = job.rows, job.hidden, job.outputs, job.candidates
+    weight = carray(pointer(job.weight_at), (2,), np.int64)
+    ids = carray(pointer(job.ids_at), (job.vocabulary,), np.int64)
+    scores = carray(pointer(job.scores_at), (rows, outputs), f32)
+    columns = carray(pointer(job.columns_at), (threads, rows, candidates), np.int64)
+    kept = carray(pointer(job.kept_at), (threads, rows, candidates), f32)
+    best_ids = carray(pointer(job.best_ids_at), (rows, candidates), np.int64)
+    best_scores = carray(pointer(job.best_scores_at), (rows, candidates), f32)
+    first_tile, end_tile = share(outputs // tile, thread, threads)
+    first_row, end_row = share(rows, thread, threads)
+    end = min(end_tile * tile, job.vocabulary)
+
+    columns[thread], kept[thread] = 0, f32(job.lowest)
+    for tiles in range(first_tile, end_tile, AT_ONCE):
+        tiles_end = min(tiles + AT_ONCE, end_tile)
+        multiply_tiles(weight[0], job.x_at, weight[1], job.scores_at, rows, hidden, outputs, tiles, tiles_end)
+        for r in range(rows):
+            for start in range(tiles * tile, min(tiles_end * tile, end), BLOCK):
+                keep_best(scores[r, start : min(start + BLOCK, end)], start, columns[thread, r], kept[thread, r])
+    barrier()
+    for r in range(first_row, end_row):  # the lower columns are the lower threads'
+        for other in range(1, threads):
+            for n in range(candidates):
+                keep_best(kept[other, r, n : n + 1], columns[other, r, n], columns[0, r], kept[0, r])
+        for n in range(candidates):
+            best_ids[r, n], best_scores[r, n] = ids[columns[0, r, n]], kept[0, r, n]

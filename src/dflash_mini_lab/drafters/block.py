@@ -19,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.compiled import MOST_ROWS, AttentionLayer, compiled_best, compiled_context, compiled_layers
+from dflash_mini_lab.compiled import MOST_ROWS, AttentionLayer, compiled_context, compiled_layers, compiled_scores
 from dflash_mini_lab.crossings import Crossings, on_host
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import PREFETCHED, SCREENED, LinearPlan, PackedLinear, measure_plan, stock_plan
 from dflash_mini_lab.prefetched_linear import rounded
 from dflash_mini_lab.rotary import interleaved_rows, rotate, rotation_table
+from dflash_mini_lab.scores import best
 from dflash_mini_lab.types import NO_HEADS, Heads, JumpHead, Session
 
 
@@ -37,7 +38,7 @@ class BlockDraft:
         self.committed, self.anchor, self.slots = committed, committed[-1], hidden.shape[0]
         self._session, self._drafter, self._hidden = session, session.drafter, hidden
         rows = hidden if jump is None else torch.cat([hidden, jump])
-        logits = self._drafter.head(rows)  # every method needs them, so they are drafting, not selection
+        logits, *self._best = self._drafter.scores(rows)  # every method needs them, so they are drafting, not selection
         self._logits, self._jump = logits[: self.slots], logits[self.slots :]
 
     @property
@@ -46,10 +47,14 @@ class BlockDraft:
 
     def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         k, crossings = min(k, self._logits.shape[-1]), self._drafter.crossings
+        if self._best and k <= self._best[0].shape[1]:
+            ids, scores = (found[: self.slots, :k] for found in self._best)
+            crossings.found_on_host(ids, scores)
+            return ids, scores
         if self._logits.is_cuda:
             columns, scores = _best_on_device(self._logits, k, crossings)
         else:
-            columns, scores = compiled_best(on_host(self._logits), k)
+            columns, scores = best(on_host(self._logits), k)
             crossings.found_on_host(columns, scores)
         return self._drafter.draft_ids[columns], scores
 
@@ -183,6 +188,7 @@ class BlockDrafter:
         self.compiled_context = compiled_context(
             self.fc, self.hidden_norm, self.context_kv, self.context_k_norm, config.layers
         )
+        self.compiled_scores = compiled_scores(self.head, self.draft_ids)
         frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
         self.rotation = rotation_table(frequencies, max_positions + config.block_size)
         if dtype == torch.float64:
@@ -190,6 +196,13 @@ class BlockDrafter:
 
     def start(self, session: Session, capacity: int, needs: Sequence[str] = ()) -> BlockSession:
         return BlockSession(self, session, capacity, needs)
+
+    def scores(self, states: Tensor) -> tuple[Any, ...]:
+        """`states [rows, hidden]` → logits `[rows, draft vocabulary]`, and where they are found on the way, each row's best: ids
+        and scores `[rows, candidates]`."""
+        if self.compiled_scores and len(states) <= MOST_ROWS:
+            return self.compiled_scores(states)
+        return (self.head(states),)
 
 
 class BlockSession:
