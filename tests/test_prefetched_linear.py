@@ -46,14 +46,14 @@ def test_it_is_the_product_for_any_shape_and_row_count(product: Kernel, outputs:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_weight_of_16_bits_is_kept_in_them_and_loses_nothing(product: Kernel, dtype: torch.dtype) -> None:
-    x, weight, _ = problem(27, 100, 40)
+    x, weight, _ = problem(27, 100, 600)
     weight = weight.to(dtype).float()
     packed = product.pack(weight)
     assert packed[0].dtype == dtype
     assert packed[0].data_ptr() % prefetched_linear.CACHE_LINE == 0
     for rows in (1, 6, 13, 27):
         wanted = x[:rows].double() @ weight.double().T
-        torch.testing.assert_close(product.product(x[:rows], packed, None).double(), wanted, rtol=0, atol=4e-5)
+        torch.testing.assert_close(product.product(x[:rows], packed, None).double(), wanted, rtol=0, atol=6e-4)
 
 
 def test_a_weight_is_kept_in_float32_where_16_bits_would_lose_anything(product: Kernel) -> None:

@@ -24,7 +24,8 @@ _TO_L2 = 2
 """LLVM's locality of a prefetch: 3 is into the first cache, 0 past all."""
 
 # Some inputs' part of the sums of `rows` rows and one tile of outputs, Σ_k x[r, k] · w[k, tile], kept in registers. Meanwhile
-# `ahead` is asked for, `stride` bytes a step.
+# `ahead` is asked for, `stride` bytes a step. Four steps are one turn of the loop, for with weights of 16 bits it would hold as much
+# counting as arithmetic.
 _ROWS = """
 define internal void @{type}_rows_{rows}(ptr %x, ptr %w, ptr %y, i64 %inputs, i64 %outputs, i64 %from, i64 %to,
     ptr %ahead, i64 %stride) alwaysinline #0 {{
@@ -105,8 +106,7 @@ next_block:
   %to = call i64 @llvm.umin.i64(i64 %block_end, i64 %inputs)
   %inputs_taken = sub i64 %to, %from
   %share = mul i64 %inputs_taken, %stride
-  %ahead_place = add i64 %from, {block}
-  %ahead_skip = mul i64 %ahead_place, {tile}
+  %ahead_skip = mul i64 %block_end, {tile}
   %ahead_first = getelementptr {element}, ptr %w_tile, i64 %ahead_skip
   br label %next_rows
 next_rows:
@@ -114,9 +114,9 @@ next_rows:
   %ahead = phi ptr [%ahead_first, %next_block], [%ahead_next, %rows_done]
   %passes_left = phi i64 [%passes, %next_block], [%passes_after, %rows_done]
   %left = sub i64 %rows, %row
-  %left_up = add i64 %left, %passes_left
-  %left_up_less = sub i64 %left_up, 1
-  %taken = udiv i64 %left_up_less, %passes_left
+  %left_fuller = add i64 %left, %passes_left
+  %left_up = sub i64 %left_fuller, 1
+  %taken = udiv i64 %left_up, %passes_left
   %x_skip = mul i64 %row, %inputs
   %x_rows = getelementptr float, ptr %x, i64 %x_skip
   %y_skip = mul i64 %row, %outputs
