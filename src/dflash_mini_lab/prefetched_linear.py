@@ -24,7 +24,7 @@ _TO_L2 = 2
 """LLVM's locality of a prefetch: 3 is into the first cache, 0 past all."""
 
 # Some inputs' part of the sums of `rows` rows and one tile of outputs, Σ_k x[r, k] · w[k, tile], kept in registers. Meanwhile
-# `ahead` is asked for, `stride` bytes a step. Four steps are one turn of the loop, for with weights of 16 bits it would hold as much
+# `ahead` is asked for, `stride` bytes a step. Four steps are one turn of the loop: with weights of 16 bits it would hold as much
 # counting as arithmetic.
 _ROWS = """
 define internal void @{type}_rows_{rows}(ptr %x, ptr %w, ptr %y, i64 %inputs, i64 %outputs, i64 %from, i64 %to,
