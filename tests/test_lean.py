@@ -96,7 +96,7 @@ def test_every_way_to_run_a_packed_weight_equals_the_plain_product(
     b = torch.randn(outputs, generator=generator) if bias else None
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
     for plan in (stock_plan(weight), LinearPlan(outputs, inputs, storage)):
-        torch.testing.assert_close(PackedLinear(weight, b, plan)(x).double(), exact, rtol=0, atol=1e-6 * inputs)
+        torch.testing.assert_close(PackedLinear(weight, b, plan)(x).double(), exact, rtol=0, atol=1e-4)
 
 
 def test_a_plan_says_what_it_chose_and_reached_at_every_measured_row_count() -> None:

@@ -71,10 +71,11 @@ def load_model(settings: Settings, say: Say) -> Model:
         yield loaded.stock_model()
 
     def build(capacity: int) -> Engine:
-        say("Timing this machine's products; the first run in a folder also compiles for them.")
         model = loaded.stock_model()
         embedding, head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
         measure = STOCK_LINEAR not in settings.ablate
+        if measure and settings.device == "cpu":
+            say("Timing this machine's products; the first run in a folder also compiles for them.")
         target = loaded.build(capacity, measure, keep_stock, full_logits=FULL_LOGITS in settings.ablate)
         drafter = None
         if checkpoint:
