@@ -1,7 +1,9 @@
 """The lean decoder equals the library's logits, and the packed linear equals a plain one."""
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -112,12 +114,19 @@ def test_a_plan_says_what_it_chose_and_reached_at_every_measured_row_count() -> 
 @pytest.mark.parametrize("fastest", [PLAIN, *PREPACKED])
 def test_the_storage_with_the_smallest_summed_time_is_kept(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_mini_lab.packed_linear.storage_works", lambda *_: True)
-    seconds = {id(WAYS[storage][1]): 1.0 if storage == fastest else 2.0 for storage in (PLAIN, *PREPACKED)}
-    monkeypatch.setattr("dflash_mini_lab.packed_linear._median_seconds", lambda product, *_: seconds[id(product)])
+    named, asked = {id(WAYS[storage][1]): storage for storage in (PLAIN, *PREPACKED)}, Counter[str]()
+
+    def seconds(product: Any, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
+        asked[named[id(product)]] += 1
+        return 1.0 if named[id(product)] == fastest else 2.0
+
+    monkeypatch.setattr("dflash_mini_lab.packed_linear._seconds", seconds)
     identical = {storage: (lambda weight: weight, product) for storage, (_, product) in WAYS.items()}
     monkeypatch.setattr("dflash_mini_lab.packed_linear.WAYS", identical)
     plan = measure_plan([torch.zeros(8, 4)])
     assert plan.storage == fastest
+    turns = 3 if fastest == PLAIN else 1
+    assert asked[PLAIN] == turns * len(MEASURED_ROWS), "one that is far behind after a turn gets no other"
     assert plan.gigabytes_per_second[1] == pytest.approx(plan.stock_gigabytes_per_second[1] * (1 if fastest == PLAIN else 2))
 
 

@@ -83,15 +83,12 @@ def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch
     slow, fast = dict.fromkeys(range(1, 9), 10.0), dict.fromkeys(range(1, 9), 16.0)
     plan = LinearPlan(8, 4, PREFETCHED, slow, {1: 5.0})
 
-    def measured(storage: str, rates: dict[int, float]) -> None:
-        found = LinearPlan(8, 4, storage, rates, {1: 1.0})
-        monkeypatch.setattr("dflash_mini_lab.packed_linear.measure_plan", lambda weights: found)
+    def measured(rates: dict[int, float]) -> None:
+        monkeypatch.setattr("dflash_mini_lab.packed_linear._rates", lambda *_: rates)
 
-    measured(PREFETCHED, dict.fromkeys(range(1, 9), 9.0))
+    measured(dict.fromkeys(range(1, 9), 9.0))
     assert screen_plan(weight, plan) is plan
-    measured(ONEDNN, fast)
-    assert screen_plan(weight, plan) is plan
-    measured(PREFETCHED, fast)
+    measured(fast)
     assert screen_plan(weight, plan) == LinearPlan(8, 4, SCREENED, fast, {1: 5.0})
     other = LinearPlan(8, 4, ONEDNN, slow, slow)
     assert screen_plan(weight, other) is other

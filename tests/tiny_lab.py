@@ -19,7 +19,7 @@ from dflash_mini_lab.exactness import reference_greedy
 from dflash_mini_lab.prompts import Prompt
 from dflash_mini_lab.settings import Settings
 from dflash_mini_lab.targets.lean_build import build_lean_decoder
-from dflash_mini_lab.targets.lean_target import LeanTarget
+from dflash_mini_lab.targets.lean_target import LeanSession, LeanTarget
 from dflash_mini_lab.types import Heads
 
 torch.set_num_threads(1)  # products this small are slower on two, and far slower beside other tests
@@ -111,21 +111,19 @@ class KnowingDrafter:
 
 
 class LyingTarget(LeanTarget):
-    """Gives a wrong token in every verify call from the `after`th on: the bug that the gate is there for."""
+    """Gives a wrong token in every verify call from the second on: the bug that the gate is there for."""
 
-    after = 2
+    def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> LeanSession:
+        return LyingSession(self, prompt_ids, capacity, taps)
 
-    def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> Any:
-        session = super().start(prompt_ids, capacity, taps)
-        honest, calls = session.verify, [0]
 
-        def verify(tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
-            calls[0] += 1
-            greedy_ids = honest(tokens, parents)
-            return greedy_ids if calls[0] < self.after else [(token + 1) % VOCABULARY for token in greedy_ids]
+class LyingSession(LeanSession):
+    calls = 0
 
-        session.verify = verify  # type: ignore[method-assign]
-        return session
+    def verify(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
+        self.calls += 1
+        honest, lies = super().verify(tokens, parents), self.calls >= 2
+        return [(token + 1) % VOCABULARY for token in honest] if lies else honest
 
 
 def tiny_model(

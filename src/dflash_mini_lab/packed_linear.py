@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ PACK_ROWS_HINT = 8
 (docs/lab-log.md), and may be used for any number of rows."""
 PADDING_COST = 1.02
 BYTES_TO_DEFEAT_CACHE = 96 * 2**20
+FAR_BEHIND = 1.2
+"""Times the time of the fastest."""
 MOST_COPIES = 64
 """Of one weight: a model whose weights are smaller than this makes them sits in cache when it runs, too."""
 PLAIN, ONEDNN, PREFETCHED, SCREENED = "plain", "oneDNN prepacked", "prefetched tiles", "16-bit screen"
 """How weights are stored. A screened LM head reads a 16-bit copy to find the few rows worth an exact product (compiled.py)."""
-PREPACKED = (ONEDNN, PREFETCHED)
+PREPACKED = (PREFETCHED, ONEDNN)
 
 
 @dataclass(frozen=True)
@@ -108,30 +111,42 @@ def storage_works(storage: str, dtype: torch.dtype, device: torch.device) -> boo
 
 
 def measure_plan(weights: list[Tensor], repeats: int = 3) -> LinearPlan:
-    """Time stock and prepacked products on `weights` (same shape; copies are added until they cannot sit in cache).
+    """Time stock and prepacked products on `weights`, all of one shape.
 
-    One copy of a weight serves every row count, so the storage with the smallest time summed over MEASURED_ROWS is kept.
+    One copy of a weight serves every row count, so the storage with the smallest time summed over MEASURED_ROWS is kept. One that
+    is far behind after a single turn gets no other.
     """
-    first = weights[0]
-    outputs, inputs = first.shape
-    prepacked = [storage for storage in PREPACKED if storage_works(storage, first.dtype, first.device)]
+    outputs, inputs = weights[0].shape
+    prepacked = [storage for storage in PREPACKED if storage_works(storage, weights[0].dtype, weights[0].device)]
     if not prepacked:
-        return stock_plan(first)
-    size = first.numel() * first.element_size()
-    stored_size = first.numel() * (narrowest(first) if first.dtype == torch.float32 else first.dtype).itemsize
-    count = max(1, min(MOST_COPIES, -(-BYTES_TO_DEFEAT_CACHE // stored_size)))
-    sample = [*weights[:count], *(first.clone() for _ in range(count - len(weights)))]
-    seconds: dict[str, dict[int, float]] = {}
-    for storage in (PLAIN, *prepacked):
-        pack, product = WAYS[storage]
-        stored = [pack(weight) for weight in sample]
-        for rows in MEASURED_ROWS:
-            x = torch.randn(1, rows, inputs).to(first.dtype)  # a batch of one, as in a decoder: a stock product folds it first
-            seconds.setdefault(storage, {})[rows] = _median_seconds(product, x, stored, repeats)
-    gigabytes = size * len(sample) / 1e9
-    rates = {storage: {rows: gigabytes / taken for rows, taken in found.items()} for storage, found in seconds.items()}
-    fastest = min(seconds, key=lambda storage: sum(seconds[storage].values()))
+        return stock_plan(weights[0])
+    rates: dict[str, dict[int, float]] = {}
+    for storage in (*prepacked, PLAIN):
+        best = min(map(_seconds_for_a_gigabyte, rates.values()), default=float("inf"))
+        rates[storage] = _rates(storage, weights, repeats, FAR_BEHIND * best)
+    fastest = min(rates, key=lambda storage: _seconds_for_a_gigabyte(rates[storage]))
     return LinearPlan(outputs, inputs, fastest, rates[fastest], rates[PLAIN])
+
+
+def _rates(storage: str, weights: list[Tensor], repeats: int, limit: float = float("inf")) -> dict[int, float]:
+    """GB/s at each of MEASURED_ROWS, the median of `repeats` turns over them; one turn is enough to see that they take more than
+    `limit` seconds for a GB. Weights are copied until they cannot sit in cache as they are stored."""
+    first = weights[0]
+    stored_type = narrowest(first) if storage == PREFETCHED else first.dtype
+    count = max(1, min(MOST_COPIES, -(-BYTES_TO_DEFEAT_CACHE // (first.numel() * stored_type.itemsize))))
+    pack, product = WAYS[storage]
+    stored = [pack(weight) for weight in (*weights[:count], *(first.clone() for _ in range(count - len(weights))))]
+    gigabytes = first.numel() * first.element_size() * len(stored) / 1e9
+    # A batch of one, as in a decoder: a stock product folds it first.
+    inputs = {rows: torch.randn(1, rows, first.shape[1]).to(first.dtype) for rows in MEASURED_ROWS}
+    turns: list[dict[int, float]] = []
+    while len(turns) < repeats and (not turns or _seconds_for_a_gigabyte(turns[0]) <= limit):
+        turns.append({rows: gigabytes / _seconds(product, x, stored) for rows, x in inputs.items()})
+    return {rows: median(turn[rows] for turn in turns) for rows in MEASURED_ROWS}
+
+
+def _seconds_for_a_gigabyte(rates: dict[int, float]) -> float:
+    return sum(1 / rate for rate in rates.values())
 
 
 def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
@@ -139,10 +154,8 @@ def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
     `weight` by those. Rates count the float32 bytes that they stand for, and so compare."""
     if plan.storage != PREFETCHED:
         return plan
-    coarse = measure_plan([rounded(weight)])
-    if coarse.storage != PREFETCHED or sum(map(coarse.seconds, MEASURED_ROWS)) > sum(map(plan.seconds, MEASURED_ROWS)):
-        return plan
-    return replace(coarse, storage=SCREENED, stock_gigabytes_per_second=plan.stock_gigabytes_per_second)
+    coarse = replace(plan, storage=SCREENED, gigabytes_per_second=_rates(PREFETCHED, [rounded(weight)], 3))
+    return coarse if sum(map(coarse.seconds, MEASURED_ROWS)) <= sum(map(plan.seconds, MEASURED_ROWS)) else plan
 
 
 def unscreened(plan: LinearPlan) -> LinearPlan:
@@ -168,14 +181,12 @@ def bfloat16_is_faster(device: torch.device | str = "cpu", rows: int = 256, feat
     return best[torch.bfloat16] < best[torch.float32]
 
 
-def _median_seconds(product: Product, x: Tensor, weights: list[Any], repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        for weight in weights:
-            product(x, weight, None)
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[repeats // 2]
+def _seconds(product: Product, x: Tensor, weights: list[Any]) -> float:
+    product(x, weights[0], None)  # a first call pays for what later ones find warm
+    start = time.perf_counter()
+    for weight in weights:
+        product(x, weight, None)
+    return time.perf_counter() - start
 
 
 def _pack_onednn(weight: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ SMOKE: Mapping[str, Any] = {
     "tokens": 16,
     "repeats": 1,
     "prompt_limit": 1,
-    "calibration_tokens": 8,
+    "calibration_tokens": 4,
     "calibration_prompt_limit": 1,
 }
 
