@@ -282,6 +282,8 @@ class Target(Protocol):
     """Ids that may be emitted. A head may have more rows, as padding; they are never proposed and never chosen."""
     trees: bool
     """Whether its sessions verify draft trees."""
+    copies: bool
+    """Whether a session owns its state, so that a deep copy of it, but for the target, is another session."""
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> Session:
         """A session for `prompt_ids` that will hold up to `capacity` tokens.

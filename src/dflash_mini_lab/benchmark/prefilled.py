@@ -9,10 +9,9 @@ from dflash_mini_lab.benchmark.engine import Engine
 from dflash_mini_lab.types import Session, Target
 
 
-def prefilled_once(engine: Engine, device: str) -> Engine:
-    """`engine` for answers of which only the decoding counts. On a GPU it is left as it is: a prefill costs little there, and a
-    captured step's state is the target's, not the session's."""
-    return replace(engine, target=PrefilledOnce(engine.target)) if device == "cpu" else engine
+def prefilled_once(engine: Engine) -> Engine:
+    """`engine` for answers of which only the decoding counts; as it is where sessions cannot be copied."""
+    return replace(engine, target=PrefilledOnce(engine.target)) if engine.target.copies else engine
 
 
 class PrefilledOnce:
@@ -21,7 +20,7 @@ class PrefilledOnce:
     def __init__(self, target: Target) -> None:
         self._target = target
         self.stop_ids, self.max_positions = target.stop_ids, target.max_positions
-        self.vocabulary, self.trees = target.vocabulary, target.trees
+        self.vocabulary, self.trees, self.copies = target.vocabulary, target.trees, target.copies
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, Session, int]] = {}
         """Prompt and taps → capacity, session and first token."""
 

@@ -76,7 +76,7 @@ class _HeardTarget:
 
     def __init__(self, target: Target, recorder: Recorder) -> None:
         self.stop_ids, self.max_positions, self.vocabulary = target.stop_ids, target.max_positions, target.vocabulary
-        self.trees = target.trees
+        self.trees, self.copies = target.trees, target.copies
         self._target, self._recorder = target, recorder
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> _HeardSession:

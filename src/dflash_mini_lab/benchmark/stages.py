@@ -161,7 +161,7 @@ def take_calibration(run: Run, benchmark: Benchmark, engine: Engine, expected: M
     """Choose each method's settings on the calibration prompts, and give them to the arms. Saved after each method."""
     settings, entry = run.settings, benchmark["calibration"]
     waiting = methods_to_calibrate(run, benchmark) if expected else []
-    budget, clock, engine = settings["calibration_tokens"], run.clock, prefilled_once(engine, run.model.device)
+    budget, clock, engine = settings["calibration_tokens"], run.clock, prefilled_once(engine)
 
     def answer(method: Method, values: Mapping[str, float], prompt: str) -> Decoded:
         ids, width = run.calibration[prompt], settings["verify_width"]
@@ -197,7 +197,7 @@ def take_tuning(run: Run, benchmark: Benchmark, engine: Engine, expected: Mappin
     if entry is None or not waiting:
         return
     values = {arm["key"]: arm["settings"] for arm in benchmark["arms"]}
-    engine = prefilled_once(engine, run.model.device)
+    engine = prefilled_once(engine)
 
     def answer(key: str, width: int, prompt: str) -> Decoded:
         ids, budget = run.calibration[prompt], settings["calibration_tokens"]
@@ -305,7 +305,7 @@ def record_rounds(run: Run, benchmark: Benchmark, engine: Engine) -> None:
     it comes after everything that is."""
     if "rounds" in benchmark:
         return
-    prompt, engine = run.prompts[0].id, prefilled_once(engine, run.model.device)
+    prompt, engine = run.prompts[0].id, prefilled_once(engine)
     expected = next(entry["tokens"] for entry in benchmark["reference"] if entry["prompt"] == prompt)
     methods = [Arm(**arm) for arm in benchmark["arms"] if arm["kind"] == "method"]
     entries = {}

@@ -220,6 +220,9 @@ class BlockSession:
             config.layers, 2, config.kv_heads, capacity + config.block_size, config.head_dim
         )
         """Keys and values."""
+        masks = torch.full((config.block_size,), config.mask_token_id, device=drafter.embedding.device)
+        self._block = F.embedding(masks, drafter.embedding)
+        """`[block, F]`, F the target's width: what a pass begins with, once the anchor's embedding is in its first row."""
         self._hiding = drafter.embedding.new_zeros(config.block_size, config.block_size)
         """Added to a block's scores of itself: no slot is hidden from another."""
 
@@ -230,10 +233,8 @@ class BlockSession:
         if self.length != len(committed) - 1:
             raise RuntimeError(f"the drafter has read {self.length} features for {len(committed) - 1} tokens before the anchor")
         d = self.drafter
-        config, rows = d.config, d.config.block_size
-        ids = torch.full((rows,), config.mask_token_id, device=d.embedding.device)
-        ids[0] = committed[-1]
-        x = F.embedding(ids, d.embedding)[None]
+        self._block[0] = d.embedding[committed[-1]]
+        x = self._block[None]
         if d.input:
             x = d.input(x)
         hidden = self._through_layers(x)
@@ -244,16 +245,16 @@ class BlockSession:
         """The block `[1, rows, hidden]` behind the context, in which every slot sees every other; normed."""
         d, config, rows = self.drafter, self.drafter.config, x.shape[1]
         start, end = self.length, self.length + rows
-        rotation = d.rotation[start:end].view(rows, 1, -1)
+        rotation = d.rotation[start:end]
         first = max(start - config.window, 0) if config.window else 0
         if d.compiled and rows <= MOST_ROWS and not first:
-            return d.compiled(x, self.memory, start, rotation[:, 0], hiding=self._hiding)[0]
+            return d.compiled(x, self.memory, start, rotation, hiding=self._hiding)[0]
         heads, kv_heads, groups = config.heads, config.kv_heads, config.heads // config.kv_heads
         for layer, (keys, values) in zip(d.layers, self.memory, strict=True):
             qkv = layer.qkv(layer.input_norm(x)).view(rows, -1, config.head_dim)
             qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
             assert layer.qk_norm is not None
-            q, k = rotate(layer.qk_norm(qk), rotation).split([heads, kv_heads], dim=1)
+            q, k = rotate(layer.qk_norm(qk), rotation[:, None]).split([heads, kv_heads], dim=1)
             keys[:, start:end], values[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
             q = q.view(rows, kv_heads, groups, -1).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * rows, -1)
             mixed = F.scaled_dot_product_attention(q, keys[None, :, first:end], values[None, :, first:end])

@@ -25,6 +25,8 @@ Kind = tuple[int, ...] | None
 class CapturedTarget(LeanTarget):
     """See types.Target. A new session ends the older one of its kind."""
 
+    copies = False
+
     def __init__(
         self,
         decoder: LeanDecoder,

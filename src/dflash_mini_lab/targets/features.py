@@ -31,4 +31,4 @@ class FeatureLog:
 
     def take(self) -> Tensor:
         kept, self._kept = self._kept, []
-        return torch.cat(kept) if kept else self._nothing
+        return torch.cat(kept) if len(kept) > 1 else kept[0] if kept else self._nothing

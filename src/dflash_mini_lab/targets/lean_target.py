@@ -20,7 +20,7 @@ class LeanTarget:
     """See types.Target. Greedy ids are reduced where the logits are; only W integers cross to the host."""
 
     path = "lean"
-    trees = True
+    trees = copies = True
 
     def __init__(
         self,

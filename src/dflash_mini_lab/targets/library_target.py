@@ -24,6 +24,7 @@ class LibraryTarget:
 
     path = "library"
     trees = False
+    copies = True
     """Masks and caches of the library's differ from family to family; a tree would have to be exact in all."""
 
     def __init__(

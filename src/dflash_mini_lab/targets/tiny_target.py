@@ -32,7 +32,7 @@ class TinyTarget:
     """See types.Target."""
 
     path = "numpy"
-    trees = True
+    trees = copies = True
 
     def __init__(self, config: TinyConfig, tensors: Mapping[str, np.ndarray], full_logits: bool = False) -> None:
         """`full_logits`: logits of the whole sequence at every call, where only the new rows' are needed."""
