@@ -306,9 +306,7 @@ class CompiledScores(_Compiled):
         hidden, scores = hidden.contiguous(), hidden.new_empty(rows, self._outputs)
         ids, best = hidden.new_empty(rows, self.candidates, dtype=torch.int64), hidden.new_empty(rows, self.candidates)
         self._run(threads, rows, *(tensor.data_ptr() for tensor in (hidden, scores, ids, best)))
-        if self._outputs != self._vocabulary:
-            scores = scores[:, : self._vocabulary]
-        return scores, ids.numpy(), best.numpy()
+        return scores[:, : self._vocabulary], ids.numpy(), best.numpy()
 
 
 def compiled_head(weight: Tensor) -> CompiledHead | None:

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 from dflash_mini_lab.benchmark.engine import Engine
+from dflash_mini_lab.benchmark.wrapped import WrappedSession, WrappedTarget
 from dflash_mini_lab.types import Session, Target
 
 
@@ -14,13 +15,11 @@ def prefilled_once(engine: Engine) -> Engine:
     return replace(engine, target=PrefilledOnce(engine.target)) if engine.target.copies else engine
 
 
-class PrefilledOnce:
-    """See types.Target: as `target`, but every session begins as a copy of what its prompt's first one was after the prefill."""
+class PrefilledOnce(WrappedTarget):
+    """As `target`, but every session begins as a copy of what its prompt's first one was after the prefill."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
-        self.stop_ids, self.max_positions = target.stop_ids, target.max_positions
-        self.vocabulary, self.trees, self.copies = target.vocabulary, target.trees, target.copies
+        super().__init__(target)
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, Session, int]] = {}
         """Prompt and taps → capacity, session and first token."""
 
@@ -33,15 +32,10 @@ class PrefilledOnce:
         return _Prefilled(deepcopy(session, {id(self._target): self._target}), first)
 
 
-class _Prefilled:
+class _Prefilled(WrappedSession):
     def __init__(self, session: Session, first: int) -> None:
-        self._session, self._first = session, first
-        self.decode_one, self.verify = session.decode_one, session.verify
-        self.keep, self.take_features = session.keep, session.take_features
-
-    @property
-    def length(self) -> int:
-        return self._session.length
+        super().__init__(session)
+        self._first = first
 
     def prefill(self) -> int:
         return self._first

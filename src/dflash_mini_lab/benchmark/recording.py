@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_mini_lab.benchmark.arms import Arm
 from dflash_mini_lab.benchmark.engine import Engine
+from dflash_mini_lab.benchmark.wrapped import WrappedSession, WrappedTarget
 from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.methods import by_key
 from dflash_mini_lab.scores import LARGEST
@@ -71,31 +72,25 @@ def slots_of(draft: Draft, proposal: Proposal) -> list[dict[str, list[Any]]]:
     return slots
 
 
-class _HeardTarget:
+class _HeardTarget(WrappedTarget):
     """`target` whose sessions tell the recorder of every verifier call."""
 
     def __init__(self, target: Target, recorder: Recorder) -> None:
-        self.stop_ids, self.max_positions, self.vocabulary = target.stop_ids, target.max_positions, target.vocabulary
-        self.trees, self.copies = target.trees, target.copies
-        self._target, self._recorder = target, recorder
+        super().__init__(target)
+        self._recorder = recorder
 
     def start(self, prompt_ids: Sequence[int], capacity: int, taps: Sequence[int] | None) -> _HeardSession:
-        return _HeardSession(self._target.start(prompt_ids, capacity, taps), self._recorder)
+        return _HeardSession(super().start(prompt_ids, capacity, taps), self._recorder)
 
 
-class _HeardSession:
+class _HeardSession(WrappedSession):
     def __init__(self, session: Session, recorder: Recorder) -> None:
-        self._session, self._recorder = session, recorder
-        self.prefill, self.decode_one = session.prefill, session.decode_one
-        self.keep, self.take_features = session.keep, session.take_features
-
-    @property
-    def length(self) -> int:
-        return self._session.length
+        super().__init__(session)
+        self._recorder = recorder
 
     def verify(self, tokens: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
-        length = self._session.length
-        greedy = self._session.verify(tokens, parents)
+        length = self.length
+        greedy = super().verify(tokens, parents)
         self._recorder.verified(length, tokens, greedy)
         return greedy
 

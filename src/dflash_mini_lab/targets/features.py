@@ -30,5 +30,5 @@ class FeatureLog:
             self._waiting = None
 
     def take(self) -> Tensor:
-        kept, self._kept = self._kept, []
-        return torch.cat(kept) if len(kept) > 1 else kept[0] if kept else self._nothing
+        kept, self._kept = self._kept or [self._nothing], []
+        return kept[0] if len(kept) == 1 else torch.cat(kept)

@@ -24,8 +24,8 @@ class LibraryTarget:
 
     path = "library"
     trees = False
-    copies = True
     """Masks and caches of the library's differ from family to family; a tree would have to be exact in all."""
+    copies = True
 
     def __init__(
         self,
