@@ -9,20 +9,16 @@ from torch import Tensor
 
 from dflash_mini_lab import packed_linear, prefetched_linear
 from dflash_mini_lab.packed_linear import PREFETCHED, measure_plan, storage_works
-from dflash_mini_lab.prefetched_linear import Kernel, kernel, rounded
+from dflash_mini_lab.prefetched_linear import NARROW, WIDE, Kernel, kernel, rounded
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
 
 
-def kernel_of(tile: int, most: int) -> Kernel:
+@pytest.fixture(scope="module", params=[WIDE, NARROW], ids=["AVX-512", "other"])
+def product(request: pytest.FixtureRequest) -> Kernel:
     import llvmlite.binding as llvm
 
-    return Kernel(llvm, ctypes.CDLL(None), tile, most)
-
-
-@pytest.fixture(scope="module", params=[(32, 12), (16, 4)], ids=["AVX-512", "other"])
-def product(request: pytest.FixtureRequest) -> Kernel:
-    return kernel_of(*request.param)
+    return Kernel(llvm, ctypes.CDLL(None), *request.param)
 
 
 def problem(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -194,14 +195,20 @@ attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"
 !1 = !{{!"llvm.loop.unroll.count", i32 4}}"""
 TYPES = tuple(_ELEMENTS)
 """Of a packed weight; its place here is the number that `tiles` knows it by."""
+WIDE = 32, dict.fromkeys(TYPES, 12)
+NARROW = 16, {torch.float32: 4, torch.float16: 6, torch.bfloat16: 6}
+"""Outputs of a tile, and rows multiplied at once by the type of the weight, with AVX-512 and without it. The sums of the rows fit
+into the registers: six rows at 16 outputs fill them, and widening a weight once for all six is worth more than an even split."""
 
 
-def program(tile: int, most: int) -> str:
-    """LLVM's text of `tiles` and `share`: tiles of `tile` outputs, and at most `most` rows, whose sums fit into the registers."""
-    functions, counts = [], range(1, most + 1)
+def program(tile: int, most_rows: Mapping[torch.dtype, int]) -> str:
+    """LLVM's text of `tiles` and `share`: tiles of `tile` outputs, and for each type of weight the rows that are multiplied at
+    once."""
+    functions = []
     vector = f"<{tile} x float>"
     for number, dtype in enumerate(TYPES):
-        size = tile * dtype.itemsize
+        size, most = tile * dtype.itemsize, most_rows[dtype]
+        counts = range(1, most + 1)
         common = {"type": f"t{number}", "tile": tile, "vector": vector, "element": _ELEMENTS[dtype], "size": size}
         common |= {"most": most, "most_less_one": most - 1, "block": BLOCK_BYTES // size}
         lines = enumerate(range(0, size, CACHE_LINE))
@@ -242,14 +249,14 @@ def rounded(weight: Tensor) -> Tensor:
 class Kernel:
     """The compiled product. `tile`: outputs in one tile of a packed weight."""
 
-    def __init__(self, llvm: Any, openmp: ctypes.CDLL, tile: int, most: int) -> None:
+    def __init__(self, llvm: Any, openmp: ctypes.CDLL, tile: int, most_rows: Mapping[torch.dtype, int]) -> None:
         self.tile, self.openmp = tile, openmp
         for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
             llvm.add_symbol(name, ctypes.cast(getattr(openmp, name), ctypes.c_void_p).value)
         machine = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
         )
-        module = llvm.parse_assembly(program(tile, most))
+        module = llvm.parse_assembly(program(tile, most_rows))
         llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(3)).getModulePassManager().run(
             module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(3))
         )
@@ -314,6 +321,6 @@ def kernel() -> Kernel | None:
     if architecture != "aarch64" and not (architecture == "x86_64" and features.get("fma") and features.get("f16c")):
         return None
     try:
-        return Kernel(llvm, openmp, *((32, 12) if features.get("avx512f") else (16, 4)))
+        return Kernel(llvm, openmp, *(WIDE if features.get("avx512f") else NARROW))
     except RuntimeError:  # LLVM's, where it does not know the processor
         return None

@@ -280,7 +280,10 @@ class LeanDecoder:
                 mask: Tensor | None = tree(groups)
             else:
                 mask = None if rows == 1 else self._mask(rows, run, groups, past, cache.capacity)
-            mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            if mask is None and batch > 1 and not x.is_cuda:  # one token of many sequences: plain products are faster
+                mixed = (q * a.head_dim**-0.5 @ keys.transpose(-1, -2)).softmax(-1) @ values
+            else:
+                mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         return merge(a, mixed, run)
 
     def _mask(self, rows: int, run: int, groups: int, past: int, capacity: int) -> Tensor:

@@ -53,7 +53,7 @@ def build_lean_decoder(
     """Build from a transformers causal LM.
 
     `capacity`: positions to prepare, clipped to the model's own. `measure=False` keeps stock products (tests, training, an
-    ablation); `screen=False` has the LM head compute every logit (an ablation).
+    ablation); `screen=False` has the LM head compute every logit (training data, an ablation).
     `consume=True` empties the model's linear layers as they are read, so that weights are held once; the model is unusable
     afterwards.
     Raises ValueError with the reason where the family or its settings are not covered.

@@ -80,10 +80,10 @@ class LoadedTarget:
         return target
 
     def decoder(self, capacity: int) -> LeanDecoder | LibraryDecoder:
-        """What continues batches of prompts, for training data; the stock model's weights go into it."""
+        """What continues batches of prompts, for training data, which needs every logit; the stock model's weights go into it."""
         stock = self.stock_model()
         self.release_stock()
-        return LibraryDecoder(stock) if self.path_reason else build_lean_decoder(stock, capacity, consume=True)
+        return LibraryDecoder(stock) if self.path_reason else build_lean_decoder(stock, capacity, consume=True, screen=False)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a user's prompt, inside the chat template where the target has one. Raises UserError if empty."""
