@@ -181,11 +181,11 @@ def test_too_many_rows_or_positions_are_refused() -> None:
     memory, rotation = torch.zeros(1, 2, 2, 50, 8), torch.ones(50, 4, dtype=torch.complex64)
     for rows, past in ((0, 0), (MOST_ROWS + 1, 0), (2, 49)):
         with pytest.raises(ValueError, match="at most 32 at once, and 50 in all"):
-            found(torch.zeros(1, rows, 32), memory, past, rotation[:rows])
+            found(torch.zeros(1, rows, 32), memory, found.tiles_of(memory), past, rotation[:rows])
     rows = torch.zeros(1, 2, 32)
     for x, turn in ((rows[..., :16], rotation[:2]), (rows, rotation[:1]), (rows.double(), rotation[:2])):
         with pytest.raises(ValueError, match="do not fit these layers"):
-            found(x, memory, 0, turn)
+            found(x, memory, found.tiles_of(memory), 0, turn)
 
 
 def test_a_machine_without_a_kernel_or_numba_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

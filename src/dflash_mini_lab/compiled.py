@@ -95,6 +95,22 @@ class _Compiled:
                 self._tell(**{name: torch.empty(size, dtype=torch.float32)})
 
 
+class KeyValueTiles:
+    """Keys and values of one session once more, as a product reads its weight: tiles of positions, and of the head's numbers.
+
+    `keys [attending layers, kv_heads, positions / tile, head_dim, tile]`, `values [attending layers, kv_heads, head_dim / tile,
+    positions, tile]`. A call brings in what it added and what came before without it; `length` positions are in for good.
+    """
+
+    def __init__(self, memory: Tensor, tile: int) -> None:
+        """For `memory [attending layers, 2, kv_heads, capacity, head_dim]`."""
+        attending, _, kv_heads, capacity, head_dim = memory.shape
+        positions, parts = -(-capacity // tile), -(-head_dim // tile)
+        self.keys = memory.new_zeros(attending, kv_heads, positions, head_dim, tile)
+        self.values = memory.new_zeros(attending, kv_heads, parts, positions * tile, tile)
+        self.length = 0
+
+
 class CompiledLayers(_Compiled):
     """Layers of causal grouped-query attention, all of one shape, or gated short convolution, each with a gated MLP, and the norm
     behind them. Not for two calls at the same time."""
@@ -114,6 +130,7 @@ class CompiledLayers(_Compiled):
         convolving = [layer for layer in layers if isinstance(layer, ConvolutionLayer)]
         qk_norms = [layer.qk_norm.weight for layer in attending if layer.qk_norm]
         self._hidden, inner = layers[0].out.weight[1], layers[0].down.weight[0].shape[1]
+        self._tile, self._groups = tiles.tile, heads // kv_heads
         self._history = len(convolving[0].kernel) - 1 if convolving else 0
         self._convolving = len(convolving)
         self._layers = layers  # their weights are read by address
@@ -142,6 +159,7 @@ class CompiledLayers(_Compiled):
             qk_norms_at=torch.stack(qk_norms).contiguous() if qk_norms else torch.zeros(0),
             kernels_at=torch.stack(kernels).contiguous() if kernels else torch.zeros(0),
             qkv_at=torch.empty(MOST_ROWS, max((heads + 2 * kv_heads) * head_dim, 3 * self._hidden)),
+            queries_at=torch.empty(MOST_ROWS, heads * head_dim),
             mixed_at=torch.empty(MOST_ROWS, max(heads * head_dim, self._hidden)),
             added_at=torch.empty(MOST_ROWS, self._hidden),
             gate_up_at=torch.empty(MOST_ROWS, 2 * inner),
@@ -149,10 +167,15 @@ class CompiledLayers(_Compiled):
             eps=final_norm.eps,
         )
 
+    def tiles_of(self, memory: Tensor) -> KeyValueTiles:
+        """Empty ones for a session with that `memory`; its calls share them."""
+        return KeyValueTiles(memory, self._tile)
+
     def __call__(
         self,
         x: Tensor,
         memory: Tensor,
+        tiles: KeyValueTiles,
         past: int,
         rotation: Tensor,
         taps: Sequence[int] = (),
@@ -163,17 +186,19 @@ class CompiledLayers(_Compiled):
         """`x [1, rows, hidden]` through every layer, normed; the outputs of the layers in `taps`; and for each convolution its
         earlier inputs followed by this call's, `[convolutions, 1, history + rows, hidden]`.
 
-        Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`; `rotation
-        [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier ones, `[1, history, hidden]`. A row follows the one
-        before it, or where `hiding [rows, rows]` is given, that is added to the scores of this call's own keys, 0 or -inf, and
-        `places [rows, history]` says where among its window each row's earlier inputs are.
+        Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`, and its
+        `tiles`; `rotation [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier ones, `[1, history, hidden]`.
+        A row follows the one before it, or where `hiding [rows, rows]` is given, that is added to the scores of this call's own
+        keys, 0 or -inf, and `places [rows, history]` says where among its window each row's earlier inputs are.
         """
         rows, capacity, threads = x.shape[1], memory.shape[3], torch.get_num_threads()
         _check_room(past, rows, capacity)
         if x.shape[2] != self._hidden or x.dtype != torch.float32 or rotation.shape != (rows, memory.shape[4] // 2):
             raise ValueError(f"{x.dtype} rows {tuple(x.shape)} with a rotation {tuple(rotation.shape)} do not fit these layers")
         stream = threads * MOST_ROWS * self._hidden
-        self._make_room(stream_at=stream, norm_at=stream, scores_at=threads * capacity)
+        _, _, parts, positions, tile = tiles.values.shape
+        queries = threads * self._groups * MOST_ROWS
+        self._make_room(stream_at=stream, norm_at=stream, scores_at=queries * positions, sums_at=queries * parts * tile)
         if self._taps != tuple(taps):
             self._taps, self._tap_layers = tuple(taps), torch.tensor(sorted(taps), dtype=torch.int64)
         inputs = [earlier.contiguous() for earlier in inputs]
@@ -182,9 +207,11 @@ class CompiledLayers(_Compiled):
         out, tapped = torch.empty_like(x), x.new_empty(len(taps), 1, rows, self._hidden) if taps else NOTHING
         windows = x.new_empty(self._convolving, 1, self._history + rows, self._hidden) if inputs else NOTHING
         optional = [tensor if tensor is None else tensor.contiguous() for tensor in (hiding, places)]
-        addresses = [tensor.data_ptr() for tensor in (x, out, tapped, self._tap_layers, rotation, memory, inputs_at, windows)]
+        told = (x, out, tapped, self._tap_layers, rotation, memory, tiles.keys, tiles.values, inputs_at, windows)
+        addresses = [tensor.data_ptr() for tensor in told]
         addresses += [0 if tensor is None else tensor.data_ptr() for tensor in optional]
-        self._run(threads, rows, past, capacity, hiding is not None, len(taps), *addresses)
+        self._run(threads, rows, past, capacity, min(tiles.length, past), hiding is not None, len(taps), *addresses)
+        tiles.length = past  # of the call's own rows, some may be taken back
         order = sorted(taps)
         return out, [tapped[order.index(tap)] for tap in taps], windows
 

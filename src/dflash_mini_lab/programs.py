@@ -7,21 +7,25 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
+import torch
 from numba import carray, cfunc, config, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from dflash_mini_lab.prefetched_linear import TYPES
 
 EVERY = ("threads", "rows", "past", "capacity")
 """What is told with every call begins with this."""
 LAYERS_CALL = (
     *EVERY,
-    *("branching", "taps", "x_at", "out_at", "tapped_at", "tap_layers_at", "rotation_at", "memory_at", "inputs_at", "windows_at"),
-    *("hiding_at", "places_at"),
+    *("tiled", "branching", "taps", "x_at", "out_at", "tapped_at", "tap_layers_at", "rotation_at", "memory_at"),
+    *("key_tiles_at", "value_tiles_at", "inputs_at", "windows_at", "hiding_at", "places_at"),
 )
 LAYERS = (
     *("tile", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "attending", "history"),
     *("weights_at", "norms_at", "places_of_kind_at", "qk_norms_at", "kernels_at"),
-    *("stream_at", "norm_at", "scores_at", "qkv_at", "mixed_at", "added_at", "gate_up_at", "act_at", "eps"),
+    *("stream_at", "norm_at", "qkv_at", "queries_at", "scores_at", "sums_at", "mixed_at", "added_at", "gate_up_at", "act_at"),
+    "eps",
 )
 CONTEXT_CALL = (*EVERY, "features_at", "fused_at", "rotation_at", "memory_at")
 CONTEXT = (
@@ -62,6 +66,7 @@ number_of_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 barrier = types.ExternalFunction("GOMP_barrier", types.void())
 multiply_tiles = types.ExternalFunction("dflash_tiles", types.void(*[types.int64] * 9))
 """`multiply_tiles(type of the weight, x, weight, y, rows, inputs, outputs, first tile, end tile)`; addresses are integers."""
+FLOAT32 = TYPES.index(torch.float32)
 compiled = njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy", cache=True)
 
 
@@ -92,11 +97,21 @@ def share(count, thread, threads):
 
 
 @compiled
-def normalise(x, weight, eps, out):
+def whole_tiles(count, tile):
+    return (count + tile - 1) // tile * tile
+
+
+@compiled
+def dot(x, y):
     total = f32(0)
     for i in range(len(x)):
-        total += x[i] * x[i]
-    scale = f32(1) / np.sqrt(total / f32(len(x)) + eps)
+        total += x[i] * y[i]
+    return total
+
+
+@compiled
+def normalise(x, weight, eps, out):
+    scale = f32(1) / np.sqrt(dot(x, x) / f32(len(x)) + eps)
     for i in range(len(x)):
         out[i] = x[i] * scale * weight[i]
 
@@ -131,44 +146,33 @@ def largest(x):
 
 
 @compiled
-def score(q, keys, scores):  # four at a time: their sums do not wait for each other
-    whole = len(scores) // 4 * 4
-    for p in range(0, whole, 4):
-        k0, k1, k2, k3 = keys[p], keys[p + 1], keys[p + 2], keys[p + 3]
-        s0 = s1 = s2 = s3 = f32(0)
-        for i in range(len(q)):
-            s0 += q[i] * k0[i]
-            s1 += q[i] * k1[i]
-            s2 += q[i] * k2[i]
-            s3 += q[i] * k3[i]
-        scores[p], scores[p + 1], scores[p + 2], scores[p + 3] = s0, s1, s2, s3
-    for p in range(whole, len(scores)):
-        k, s0 = keys[p], f32(0)
-        for i in range(len(q)):
-            s0 += q[i] * k[i]
-        scores[p] = s0
+def soften(x):  # softmax
+    top, total = largest(x), f32(0)
+    for p in range(len(x)):
+        x[p] = exp(x[p] - top)
+        total += x[p]
+    part = f32(1) / total
+    for p in range(len(x)):
+        x[p] *= part
 
 
 @compiled
-def mix(scores, values, out):  # softmax(scores) · values; scores are overwritten
-    top, total = largest(scores), f32(0)
-    for p in range(len(scores)):
-        scores[p] = exp(scores[p] - top)
-        total += scores[p]
-    for i in range(len(out)):
-        out[i] = f32(0)
-    whole = len(scores) // 4 * 4
-    for p in range(0, whole, 4):
-        v0, v1, v2, v3 = values[p], values[p + 1], values[p + 2], values[p + 3]
-        w0, w1, w2, w3 = scores[p], scores[p + 1], scores[p + 2], scores[p + 3]
-        for i in range(len(out)):
-            out[i] += w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i]
-    for p in range(whole, len(scores)):
-        v, w0 = values[p], scores[p]
-        for i in range(len(out)):
-            out[i] += w0 * v[i]
-    for i in range(len(out)):
-        out[i] /= total
+def tile_keys(keys, first, end, tiles):  # positions first … end - 1: a weight's outputs
+    tile = tiles.shape[2]
+    for p in range(first, end):
+        key, part, place = keys[p], tiles[p // tile], p % tile
+        for i in range(len(key)):
+            part[i, place] = key[i]
+
+
+@compiled
+def tile_values(values, first, end, tiles):  # positions first … end - 1: a weight's inputs
+    tile = tiles.shape[2]
+    for t in range(len(tiles)):
+        for p in range(first, end):
+            value, part = values[p, t * tile :], tiles[t, p]
+            for i in range(min(tile, len(value))):
+                part[i] = value[i]
 
 
 @compiled
@@ -227,8 +231,16 @@ def layers_program(job_at):
     act = carray(pointer(job.act_at), (rows, inner), f32)
     stream_at, norm_at = job.stream_at + thread * 4 * rows * hidden, job.norm_at + thread * 4 * rows * hidden
     stream, normed = carray(pointer(stream_at), (rows, hidden), f32), carray(pointer(norm_at), (rows, hidden), f32)
-    scores = carray(pointer(job.scores_at + thread * 4 * job.capacity), (job.capacity,), f32)
-    first_head, end_head = share(heads + 2 * kv_heads, thread, threads)
+    # Attention is two products for each key and value head, of its queries and the keys and of the scores and the values.
+    end, positions, wide_d = past + rows, whole_tiles(job.capacity, tile), whole_tiles(d, tile)
+    run, queries_of_head = whole_tiles(end, tile), groups * rows
+    key_tiles = carray(pointer(job.key_tiles_at), (job.attending, kv_heads, positions // tile, d, tile), f32)
+    value_tiles = carray(pointer(job.value_tiles_at), (job.attending, kv_heads, wide_d // tile, positions, tile), f32)
+    queries = carray(pointer(job.queries_at), (heads * rows, d), f32)
+    scores_at = job.scores_at + thread * 4 * queries_of_head * positions
+    sums_at = job.sums_at + thread * 4 * queries_of_head * wide_d
+    scores = carray(pointer(scores_at), (queries_of_head, run), f32)
+    sums = carray(pointer(sums_at), (queries_of_head, wide_d), f32)
     first_item, end_item = share(heads * rows, thread, threads)
     first_gate, end_gate = share(inner, thread, threads)
     first_column, end_column = share(hidden, thread, threads)
@@ -249,25 +261,43 @@ def layers_program(job_at):
             kernel, window = kernels[convolution], windows[convolution]
             convolve(parts, inputs, window, kernel, places, job.branching, first_column, end_column, convolved)
         else:
-            for h in range(first_head, end_head):
+            for h in range(thread, heads + 2 * kv_heads, threads):
                 for r in range(rows):
                     part = qkv[r, h * d : (h + 1) * d]
                     if h < job.normed_heads:
                         normalise(part, qk_norms[kind, h], eps, part)
                     if h < heads:
-                        rotate(part, rotation[r], f32(1) / np.sqrt(f32(d)), part)
+                        rotate(part, rotation[r], f32(1) / np.sqrt(f32(d)), queries[h * rows + r])
                     elif h < heads + kv_heads:
                         rotate(part, rotation[r], f32(1), memory[kind, 0, h - heads, past + r])
                     else:
                         memory[kind, 1, h - heads - kv_heads, past + r] = part
+                if h >= heads + kv_heads:
+                    of_head = h - heads - kv_heads
+                    tile_values(memory[kind, 1, of_head], job.tiled, end, value_tiles[kind, of_head])
+                elif h >= heads:
+                    tile_keys(memory[kind, 0, h - heads], job.tiled, end, key_tiles[kind, h - heads])
             barrier()
-            for item in range(first_item, end_item):
-                h, r = item // rows, item % rows
-                seen = past + (rows if job.branching else r + 1)
-                score(qkv[r, h * d : (h + 1) * d], memory[kind, 0, h // groups], scores[:seen])
-                if job.branching:
-                    add(scores[past:seen], hiding[r])
-                mix(scores[:seen], memory[kind, 1, h // groups], mixed[r, h * d : (h + 1) * d])
+            for of_head in range(kv_heads):
+                first = max(first_item, of_head * queries_of_head)
+                count = min(end_item, (of_head + 1) * queries_of_head) - first
+                if count <= 0:
+                    continue
+                keys_at, values_at = key_tiles[kind, of_head].ctypes.data, value_tiles[kind, of_head].ctypes.data
+                multiply_tiles(FLOAT32, job.queries_at + first * 4 * d, keys_at, scores_at, count, d, run, 0, run // tile)
+                for n in range(count):
+                    r = (first + n) % rows
+                    seen = past + (rows if job.branching else r + 1)
+                    if job.branching:
+                        add(scores[n, past:seen], hiding[r])
+                    soften(scores[n, :seen])
+                    scores[n, seen:] = f32(0)
+                for t in range(wide_d // tile):
+                    tile_at = values_at + t * 4 * positions * tile
+                    multiply_tiles(FLOAT32, scores_at, tile_at, sums_at + t * 4 * tile, count, run, wide_d, 0, 1)
+                for n in range(count):
+                    h, r = (first + n) // rows, (first + n) % rows
+                    mixed[r, h * d : (h + 1) * d] = sums[n, :d]
         barrier()
         width = heads * d if attends else hidden
         multiply(weights[layer, 1], job.mixed_at, job.added_at, rows, width, hidden, tile, thread, threads)
@@ -351,12 +381,8 @@ def head_program(job_at):
                 block_tops[thread, r, (start - first) // BLOCK] = top
                 tops[thread, r] = max(tops[thread, r], top)
     barrier()
-    one = np.empty(1, f32)
     for r in range(rows):
-        length = f32(0)
-        for i in range(hidden):
-            length += x[r, i] * x[r, i]
-        least = largest(tops[:, r]) - f32(2 * job.lost) * np.sqrt(length)
+        least = largest(tops[:, r]) - f32(2 * job.lost) * np.sqrt(dot(x[r], x[r]))
         logits[thread, r], ids[thread, r] = f32(-np.inf), 0
         for start in range(first, end, BLOCK):
             if block_tops[thread, r, (start - first) // BLOCK] >= least:
@@ -364,9 +390,9 @@ def head_program(job_at):
                 for place in range(len(block)):
                     if block[place] >= least:
                         token = start + place
-                        score(x[r], weight[token : token + 1], one)
-                        if one[0] > logits[thread, r]:
-                            logits[thread, r], ids[thread, r] = one[0], token
+                        logit = dot(x[r], weight[token])
+                        if logit > logits[thread, r]:
+                            logits[thread, r], ids[thread, r] = logit, token
     barrier()
     if thread == 0:
         for r in range(rows):

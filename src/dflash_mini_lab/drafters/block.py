@@ -220,6 +220,7 @@ class BlockSession:
             config.layers, 2, config.kv_heads, capacity + config.block_size, config.head_dim
         )
         """Keys and values."""
+        self._tiles = drafter.compiled.tiles_of(self.memory) if drafter.compiled else None
         masks = torch.full((config.block_size,), config.mask_token_id, device=drafter.embedding.device)
         self._block = F.embedding(masks, drafter.embedding)
         """`[block, F]`, F the target's width: what a pass begins with, once the anchor's embedding is in its first row."""
@@ -247,8 +248,8 @@ class BlockSession:
         start, end = self.length, self.length + rows
         rotation = d.rotation[start:end]
         first = max(start - config.window, 0) if config.window else 0
-        if d.compiled and rows <= MOST_ROWS and not first:
-            return d.compiled(x, self.memory, start, rotation, hiding=self._hiding)[0]
+        if d.compiled and self._tiles and rows <= MOST_ROWS and not first:
+            return d.compiled(x, self.memory, self._tiles, start, rotation, hiding=self._hiding)[0]
         heads, kv_heads, groups = config.heads, config.kv_heads, config.heads // config.kv_heads
         for layer, (keys, values) in zip(d.layers, self.memory, strict=True):
             qkv = layer.qkv(layer.input_norm(x)).view(rows, -1, config.head_dim)

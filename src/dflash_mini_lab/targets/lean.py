@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.compiled import MOST_ROWS, CompiledLayers
+from dflash_mini_lab.compiled import MOST_ROWS, CompiledLayers, KeyValueTiles
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear
 from dflash_mini_lab.rotary import rotate
@@ -104,6 +104,8 @@ class LeanCache:
     inputs: dict[int, Tensor]
     history: int
     last_rows: int = 0
+    tiles: KeyValueTiles | None = None
+    """What compiled layers add to `memory`, from their first call on."""
     keys: dict[int, Tensor] = field(init=False)
     values: dict[int, Tensor] = field(init=False)
 
@@ -127,7 +129,7 @@ class LeanCache:
 
     def select(self, sequences: Tensor) -> None:
         """Make a batch of the given sequences (indices `[n]`, repeats allowed)."""
-        self.memory = self.memory.index_select(2, sequences)
+        self.memory, self.tiles = self.memory.index_select(2, sequences), None
         self.keys, self.values = layer_views(self.memory, self.attending)
         for index, window in self.inputs.items():
             self.inputs[index] = window.index_select(0, sequences)
@@ -214,7 +216,10 @@ class LeanDecoder:
         if compiled:
             inputs = list(cache.inputs.values())
             tree_rows = (branches.hidden(self.embedding), branches.places) if branches else ()
-            x, tapped, windows = compiled(x, cache.memory[:, :, 0], past, rotation[:, 0], taps, inputs, *tree_rows)
+            memory = cache.memory[:, :, 0]
+            if cache.tiles is None:
+                cache.tiles = compiled.tiles_of(memory)
+            x, tapped, windows = compiled(x, memory, cache.tiles, past, rotation[:, 0], taps, inputs, *tree_rows)
             cache.inputs = dict(zip(cache.inputs, windows, strict=True))
             cache.length, cache.last_rows = past + rows, rows
             return x, tapped
