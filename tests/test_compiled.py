@@ -49,7 +49,7 @@ def layer(bias: bool = False, inner: int = 32, eps: float = 1e-5) -> AttentionLa
 def test_a_row_has_the_same_bits_alone_and_in_a_block_and_in_any_number_of_threads(family: str, threads: int) -> None:
     decoder, before = compiled_decoder(family), torch.get_num_threads()
     ids = torch.tensor([random_ids(40, 5)])
-    whole, taps = decoder.forward(ids[:, :MOST_ROWS], decoder.new_cache(64), TAPS)
+    whole, features = decoder.forward(ids[:, :MOST_ROWS], decoder.new_cache(64), TAPS)
     try:
         torch.set_num_threads(threads)
         for rows in (1, 2, 5, 8):
@@ -59,8 +59,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_block_and_in_any_number_of_threa
                 hidden.append(found)
                 tapped.append(tap)
             assert torch.equal(torch.cat(hidden, 1), whole)
-            for index in range(len(TAPS)):
-                assert torch.equal(torch.cat([tap[index] for tap in tapped], 1), taps[index])
+            assert torch.equal(torch.cat(tapped, 1), features)
     finally:
         torch.set_num_threads(before)
 
@@ -87,8 +86,8 @@ def test_fewer_threads_than_were_asked_for_leave_nothing_out() -> None:
 @torch.inference_mode()
 def test_taps_come_in_the_order_that_they_are_asked_in() -> None:
     decoder, ids = compiled_decoder("qwen3"), torch.tensor([[4, 5, 6]])
-    _, (first, third) = decoder.forward(ids, decoder.new_cache(8), (0, 2))
-    _, (again, second, once_more, twice) = decoder.forward(ids, decoder.new_cache(8), (2, 1, 0, 2))
+    first, third = decoder.forward(ids, decoder.new_cache(8), (0, 2))[1].chunk(2, -1)
+    again, second, once_more, twice = decoder.forward(ids, decoder.new_cache(8), (2, 1, 0, 2))[1].chunk(4, -1)
     assert torch.equal(again, third)
     assert torch.equal(once_more, first)
     assert torch.equal(twice, third)
@@ -104,6 +103,21 @@ def test_a_longer_call_runs_as_single_operations_and_fits_on_to_the_program() ->
     for rows in (ids[:, : MOST_ROWS + 1], ids[:, MOST_ROWS + 1 : -3], ids[:, -3:]):
         found, wanted = decoder.forward(rows, mixed)[0], plain.forward(rows, single)[0]
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+
+
+@torch.inference_mode()
+def test_a_batch_that_becomes_one_sequence_again_runs_with_what_it_has_read_meanwhile() -> None:
+    decoder = compiled_decoder("qwen3")
+    plain = replace(decoder, compiled=None)
+    caches = decoder.new_cache(40), plain.new_cache(40)
+    last = []
+    for one, cache in zip((decoder, plain), caches, strict=True):
+        one.forward(torch.tensor([[4, 5, 6]]), cache)
+        cache.select(torch.tensor([0, 0]))
+        one.forward(torch.tensor([[7], [8]]), cache)
+        cache.select(torch.tensor([1]))
+        last.append(one.forward(torch.tensor([[9]]), cache)[0])
+    torch.testing.assert_close(*last, rtol=0, atol=2e-4)
 
 
 @torch.inference_mode()
@@ -164,7 +178,9 @@ def test_layers_that_the_program_does_not_cover_are_left_to_single_operations() 
     final = RMSNorm(torch.ones(32), 1e-5)
     assert compiled_layers([layer()], final, 4, 2, 8) is not None
     assert compiled_layers([], final, 4, 2, 8) is None
-    assert compiled_layers([layer(), layer(bias=True)], final, 4, 2, 8) is None
+    assert compiled_layers([layer(bias=True)], final, 4, 2, 8) is not None
+    assert compiled_layers([layer(), layer(bias=True)], final, 4, 2, 8) is None, "a bias in one layer alone"
+    assert compiled_layers([replace(layer(), out=packed(32, 32, bias=True))], final, 4, 2, 8) is None, "a bias behind the mixer"
     assert compiled_layers([layer(), layer(inner=24)], final, 4, 2, 8) is None, "no whole tiles"
     assert compiled_layers([layer(eps=1e-6)], final, 4, 2, 8) is None
     assert compiled_layers([layer(), layer(inner=64)], final, 4, 2, 8) is None, "two sizes of MLP"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import FAMILIES, POSITIONS, tiny_config, tiny_model
+from tests.tiny_models import FAMILIES, HIDDEN, POSITIONS, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
 from dflash_mini_lab.packed_linear import (
@@ -39,9 +39,9 @@ def test_logits_and_taps_equal_the_library_s_in_any_split_into_calls(family: str
     cache = decoder.new_cache(64, batch=2)
     logits, taps, place = [], [], 0
     for rows in (9, 1, 5, 1, 8, 16):
-        hidden, tapped = decoder.forward(ids[:, place : place + rows], cache, (1, 2))
+        hidden, features = decoder.forward(ids[:, place : place + rows], cache, (1, 2))
         logits.append(decoder.logits(hidden.flatten(0, 1)).view(2, rows, -1))
-        taps.append(torch.cat(tapped, dim=-1))
+        taps.append(features)
         place += rows
     torch.testing.assert_close(torch.cat(logits, 1), library.logits, rtol=0, atol=tolerance)
     expected = torch.cat([library.hidden_states[2], library.hidden_states[3]], dim=-1)
@@ -148,8 +148,8 @@ def test_padded_calls_give_the_same_logits_taps_and_state(family: str) -> None:
     cache, logits, place = decoder.new_cache(31), [], 0
     calls = "33 11 52 20 22 11 31 77 55 33 22 11 11 11"
     for rows, kept in (map(int, call) for call in calls.split()):
-        hidden, (tapped,) = decoder.forward(ids[:, place : place + rows], cache, (2,))
-        assert tapped.shape[1] == rows
+        hidden, features = decoder.forward(ids[:, place : place + rows], cache, (2,))
+        assert features.shape == (1, rows, HIDDEN)
         logits.append(decoder.logits(hidden[0])[:kept])
         cache.keep(kept)
         place += kept

@@ -36,8 +36,9 @@ from dflash_mini_lab.types import Heads, Method
 VOCABULARY, HIDDEN = 61, 32
 POSITIONS = 160
 FAMILIES = ("llama", "qwen2", "qwen3", "lfm2")
-COMPILED = ("plain llama", "qwen3", "plain lfm2")
-"""Whose layers run as one compiled program: no biases in their products. Float32, so their values are right to `tolerance`."""
+COMPILED = ("plain llama", "qwen2", "qwen3", "plain lfm2")
+"""Whose layers run as one compiled program: queries, keys and values alone have biases. Float32, so their values are right to
+`tolerance`."""
 WINDOWED = ("gemma3", "mistral", "windowed qwen2")
 """Run on the library path alone, some or all of their layers with a window of WINDOW tokens."""
 WINDOW = 12

@@ -35,7 +35,8 @@ NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One layer's parts. `qk_norm`, weights `[heads + kv_heads, head_dim]`, is None without per-head norms."""
+    """One layer's parts; of the products `qkv` alone may have a bias. `qk_norm`, weights `[heads + kv_heads, head_dim]`, is None
+    without per-head norms."""
 
     qkv: PackedLinear
     out: PackedLinear
@@ -129,6 +130,7 @@ class CompiledLayers(_Compiled):
         attending = [layer for layer in layers if isinstance(layer, AttentionLayer)]
         convolving = [layer for layer in layers if isinstance(layer, ConvolutionLayer)]
         qk_norms = [layer.qk_norm.weight for layer in attending if layer.qk_norm]
+        biases = [layer.qkv.bias for layer in attending if layer.qkv.bias is not None]
         self._hidden, inner = layers[0].out.weight[1], layers[0].down.weight[0].shape[1]
         self._tile, self._groups = tiles.tile, heads // kv_heads
         self._history = len(convolving[0].kernel) - 1 if convolving else 0
@@ -151,13 +153,15 @@ class CompiledLayers(_Compiled):
             kv_heads=kv_heads,
             head_dim=head_dim,
             normed_heads=heads + kv_heads if qk_norms else 0,
+            biased=bool(biases),
             attending=len(attending),
             history=self._history,
             weights_at=torch.tensor([[_type_and_address(p.weight[0]) for p in layer.products] for layer in layers]),
             norms_at=torch.stack([norm.weight for norm in (*norms, final_norm)]),
             places_of_kind_at=torch.tensor(place),
-            qk_norms_at=torch.stack(qk_norms).contiguous() if qk_norms else torch.zeros(0),
-            kernels_at=torch.stack(kernels).contiguous() if kernels else torch.zeros(0),
+            qkv_biases_at=torch.stack(biases) if biases else NOTHING,
+            qk_norms_at=torch.stack(qk_norms) if qk_norms else NOTHING,
+            kernels_at=torch.stack(kernels) if kernels else NOTHING,
             qkv_at=torch.empty(MOST_ROWS, max((heads + 2 * kv_heads) * head_dim, 3 * self._hidden)),
             queries_at=torch.empty(MOST_ROWS, heads * head_dim),
             mixed_at=torch.empty(MOST_ROWS, max(heads * head_dim, self._hidden)),
@@ -182,9 +186,9 @@ class CompiledLayers(_Compiled):
         inputs: Sequence[Tensor] = (),
         hiding: Tensor | None = None,
         places: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """`x [1, rows, hidden]` through every layer, normed; the outputs of the layers in `taps`; and for each convolution its
-        earlier inputs followed by this call's, `[convolutions, 1, history + rows, hidden]`.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`x [1, rows, hidden]` through every layer, normed; the outputs of the layers in `taps` side by side, `[1, rows,
+        taps · hidden]`; each convolution's earlier inputs followed by this call's, `[convolutions, 1, history + rows, hidden]`.
 
         Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`, and its
         `tiles`; `rotation [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier ones, `[1, history, hidden]`.
@@ -200,20 +204,19 @@ class CompiledLayers(_Compiled):
         queries = threads * self._groups * MOST_ROWS
         self._make_room(stream_at=stream, norm_at=stream, scores_at=queries * positions, sums_at=queries * parts * tile)
         if self._taps != tuple(taps):
-            self._taps, self._tap_layers = tuple(taps), torch.tensor(sorted(taps), dtype=torch.int64)
+            self._taps, self._sorted_taps = tuple(taps), torch.tensor(sorted(zip(taps, range(len(taps)), strict=True)))
         inputs = [earlier.contiguous() for earlier in inputs]
         inputs_at = torch.tensor([earlier.data_ptr() for earlier in inputs], dtype=torch.int64) if inputs else NOTHING
         x, rotation = x.contiguous(), rotation.contiguous()
-        out, tapped = torch.empty_like(x), x.new_empty(len(taps), 1, rows, self._hidden) if taps else NOTHING
+        out, features = torch.empty_like(x), x.new_empty(1, rows, len(taps) * self._hidden) if taps else x[..., :0]
         windows = x.new_empty(self._convolving, 1, self._history + rows, self._hidden) if inputs else NOTHING
         optional = [tensor if tensor is None else tensor.contiguous() for tensor in (hiding, places)]
-        told = (x, out, tapped, self._tap_layers, rotation, memory, tiles.keys, tiles.values, inputs_at, windows)
+        told = (x, out, features, self._sorted_taps, rotation, memory, tiles.keys, tiles.values, inputs_at, windows)
         addresses = [tensor.data_ptr() for tensor in told]
         addresses += [0 if tensor is None else tensor.data_ptr() for tensor in optional]
         self._run(threads, rows, past, capacity, min(tiles.length, past), hiding is not None, len(taps), *addresses)
         tiles.length = past  # of the call's own rows, some may be taken back
-        order = sorted(taps)
-        return out, [tapped[order.index(tap)] for tap in taps], windows
+        return out, features, windows
 
 
 class CompiledContext(_Compiled):
@@ -319,7 +322,6 @@ class CompiledScores(_Compiled):
             candidates=self.candidates,
             weight_at=torch.tensor(_type_and_address(packed)),
             ids_at=torch.from_numpy(ids),
-            lowest=-np.inf,
         )
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, np.ndarray, np.ndarray]:
@@ -355,9 +357,16 @@ def compiled_layers(
     norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm, getattr(layer, "qk_norm", None)) if norm]
     if any(norm.eps != final_norm.eps or norm.weight.dtype != torch.float32 for norm in (*norms, final_norm)):
         return None
+    if any(product.bias is not None for layer in layers for product in layer.products[isinstance(layer, AttentionLayer) :]):
+        return None
     kinds = {type(layer) for layer in layers}
     shapes = {
-        (type(layer), bool(getattr(layer, "qk_norm", None)), *(product.weight[0].shape for product in layer.products))
+        (
+            type(layer),
+            bool(getattr(layer, "qk_norm", None)),
+            layer.products[0].bias is None,
+            *(product.weight[0].shape for product in layer.products),
+        )
         for layer in layers
     }
     if len(shapes) > len(kinds) or len({layer.down.weight[0].shape for layer in layers}) > 1:
@@ -385,8 +394,8 @@ def can_compile() -> bool:
 
 
 def _program_for(products: Sequence[PackedLinear], whole_tiles: bool = True) -> tuple[Kernel, Any] | None:
-    """The kernel and the module of programs, where all of `products` are the kernel's, without a bias and in whole tiles."""
-    if not all(product.storage == PREFETCHED and product.bias is None for product in products):
+    """The kernel and the module of programs, where all of `products` are the kernel's and in whole tiles."""
+    if not all(product.storage == PREFETCHED for product in products):
         return None
     tiles = kernel()
     if tiles is None or (whole_tiles and any(product.weight[1] % tiles.tile for product in products)):

@@ -18,12 +18,12 @@ EVERY = ("threads", "rows", "past", "capacity")
 """What is told with every call begins with this."""
 LAYERS_CALL = (
     *EVERY,
-    *("tiled", "branching", "taps", "x_at", "out_at", "tapped_at", "tap_layers_at", "rotation_at", "memory_at"),
+    *("tiled", "branching", "taps", "x_at", "out_at", "features_at", "sorted_taps_at", "rotation_at", "memory_at"),
     *("key_tiles_at", "value_tiles_at", "inputs_at", "windows_at", "hiding_at", "places_at"),
 )
 LAYERS = (
-    *("tile", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "attending", "history"),
-    *("weights_at", "norms_at", "places_of_kind_at", "qk_norms_at", "kernels_at"),
+    *("tile", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "biased", "attending"),
+    *("history", "weights_at", "norms_at", "places_of_kind_at", "qkv_biases_at", "qk_norms_at", "kernels_at"),
     *("stream_at", "norm_at", "qkv_at", "queries_at", "scores_at", "sums_at", "mixed_at", "added_at", "gate_up_at", "act_at"),
     "eps",
 )
@@ -40,13 +40,14 @@ HEAD = (
 SCORES_CALL = ("threads", "rows", "x_at", "scores_at", "best_ids_at", "best_scores_at")
 SCORES = (
     *("tile", "hidden", "outputs", "vocabulary", "candidates", "weight_at", "ids_at"),
-    *("columns_at", "kept_at", "lowest"),
+    *("columns_at", "kept_at"),
 )
+FLOATS = ("eps", "lost")
 
 
 def job(*names: str) -> np.dtype:
-    """What a program is told, in 8 bytes each: the last is a float, `…_at` are addresses."""
-    return np.dtype([*((name, np.int64) for name in names[:-1]), (names[-1], np.float64)])
+    """What a program is told, in 8 bytes each: FLOATS, whole numbers, and `…_at`, which are addresses."""
+    return np.dtype([(name, np.float64 if name in FLOATS else np.int64) for name in names])
 
 
 LAYERS_JOB, CONTEXT_JOB = job(*LAYERS_CALL, *LAYERS), job(*CONTEXT_CALL, *CONTEXT)
@@ -208,14 +209,15 @@ def layers_program(job_at):
     groups, wide, eps = heads // kv_heads, (heads + 2 * kv_heads) * d, f32(job.eps)
     x = carray(pointer(job.x_at), (rows, hidden), f32)
     out = carray(pointer(job.out_at), (rows, hidden), f32)
-    tapped = carray(pointer(job.tapped_at), (job.taps, rows, hidden), f32)
+    features = carray(pointer(job.features_at), (rows, job.taps, hidden), f32)
     rotation = carray(pointer(job.rotation_at), (rows, d), f32)
     hiding = carray(pointer(job.hiding_at), (rows, rows), f32)
-    tap_layers = carray(pointer(job.tap_layers_at), (job.taps,), np.int64)
+    taps = carray(pointer(job.sorted_taps_at), (job.taps, 2), np.int64)  # the layer, and its place among the features
     weights = carray(pointer(job.weights_at), (job.layers, 4, 2), np.int64)
     norms = carray(pointer(job.norms_at), (2 * job.layers + 1, hidden), f32)
     # Of the layer in its kind: n the n-th that attends, -1 - n the n-th that convolves.
     place_of_kind = carray(pointer(job.places_of_kind_at), (job.layers,), np.int64)
+    qkv_biases = carray(pointer(job.qkv_biases_at), (job.attending, wide), f32)
     qk_norms = carray(pointer(job.qk_norms_at), (job.attending, job.normed_heads, d), f32)
     memory = carray(pointer(job.memory_at), (job.attending, 2, kv_heads, job.capacity, d), f32)
     convolving, history = job.layers - job.attending, job.history
@@ -264,6 +266,8 @@ def layers_program(job_at):
             for h in range(thread, heads + 2 * kv_heads, threads):
                 for r in range(rows):
                     part = qkv[r, h * d : (h + 1) * d]
+                    if job.biased:
+                        add(part, qkv_biases[kind, h * d : (h + 1) * d])
                     if h < job.normed_heads:
                         normalise(part, qk_norms[kind, h], eps, part)
                     if h < heads:
@@ -315,8 +319,8 @@ def layers_program(job_at):
         barrier()
         for r in range(rows):
             add(stream[r], added[r])
-        while thread == 0 and done < job.taps and tap_layers[done] == layer:
-            tapped[done] = stream
+        while thread == 0 and done < job.taps and taps[done, 0] == layer:
+            features[:, taps[done, 1]] = stream
             done += 1
     if thread == 0:
         for r in range(rows):
@@ -433,7 +437,7 @@ def scores_program(job_at):
     first_row, end_row = share(rows, thread, threads)
     end = min(end_tile * tile, job.vocabulary)
 
-    columns[thread], kept[thread] = 0, f32(job.lowest)
+    columns[thread], kept[thread] = 0, f32(-np.inf)
     for tiles in range(first_tile, end_tile, AT_ONCE):
         tiles_end = min(tiles + AT_ONCE, end_tile)
         multiply_tiles(weight[0], job.x_at, weight[1], job.scores_at, rows, hidden, outputs, tiles, tiles_end)

@@ -129,7 +129,7 @@ class CapturedSession(LeanSession):
         step = self.target.step(self.kind, len(tokens), trees=bool(parents))
         greedy = step.run(tokens, self.target.crossings, parents)
         if self.taps:
-            self.features.record([step.features])  # a copy: the next step overwrites its buffer
+            self.features.record(step.features.clone())  # the next step overwrites its buffer
         return greedy
 
     def _require_lease(self) -> None:

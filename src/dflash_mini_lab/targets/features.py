@@ -14,10 +14,10 @@ class FeatureLog:
         self._kept: list[Tensor] = []
         self._waiting: Tensor | None = None
 
-    def record(self, tapped: list[Tensor]) -> None:
-        """`tapped`: one `[rows, hidden]` for each tap."""
-        if tapped:
-            self._waiting = torch.cat(tapped, dim=-1)
+    def record(self, features: Tensor) -> None:
+        """`features [rows, taps · hidden]`, which nobody writes to any more."""
+        if features.shape[1]:
+            self._waiting = features
 
     def gather(self, rows: Tensor) -> None:
         """Bring `rows [n]` of the last call to its first places, for `keep(n)`."""

@@ -176,9 +176,8 @@ class CapturedStep:
             state.windows[index][:, : window.shape[1]] = window
             return convolve(mixer, tree.inputs(window) if tree else chain_inputs(mixer, window), gate_out)
 
-        x, tapped = decoder.through_layers(F.embedding(ids[None], decoder.embedding), mix, self.taps)
-        if tapped:
-            self.features.copy_(torch.cat(tapped, dim=-1)[0])
+        x, features = decoder.through_layers(F.embedding(ids[None], decoder.embedding), mix, self.taps)
+        self.features.copy_(features[0])
         self.logits.copy_(decoder.head.logits(decoder.final_norm(x[0]))[:, : self.vocabulary])
         self.greedy.copy_(self.logits.argmax(dim=-1))
 

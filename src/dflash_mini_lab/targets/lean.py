@@ -105,7 +105,7 @@ class LeanCache:
     history: int
     last_rows: int = 0
     tiles: KeyValueTiles | None = None
-    """What compiled layers add to `memory`, from their first call on."""
+    """What compiled layers add to `memory`, from their first call on. A batch made of the sequence begins as it did."""
     keys: dict[int, Tensor] = field(init=False)
     values: dict[int, Tensor] = field(init=False)
 
@@ -129,7 +129,7 @@ class LeanCache:
 
     def select(self, sequences: Tensor) -> None:
         """Make a batch of the given sequences (indices `[n]`, repeats allowed)."""
-        self.memory, self.tiles = self.memory.index_select(2, sequences), None
+        self.memory = self.memory.index_select(2, sequences)
         self.keys, self.values = layer_views(self.memory, self.attending)
         for index, window in self.inputs.items():
             self.inputs[index] = window.index_select(0, sequences)
@@ -148,7 +148,7 @@ def bring_forward(stored: Tensor, dim: int, first: int, rows: Tensor) -> None:
 
 @dataclass
 class LeanDecoder:
-    """`forward` turns token ids into final hidden states and taps; `logits` turns hidden states into logits."""
+    """`forward` turns token ids into final hidden states and features; `logits` turns hidden states into logits."""
 
     embedding: Tensor
     layers: list[Layer]
@@ -190,9 +190,9 @@ class LeanDecoder:
 
     def forward(
         self, ids: Tensor, cache: LeanCache, taps: Sequence[int] = (), tree: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Extend `cache` by `ids [batch, rows]`; returns normed hidden states `[batch, rows, hidden]` and, for each layer
-        index in `taps`, that layer's output `[batch, rows, hidden]`. All rows are kept until `cache.keep` says otherwise.
+    ) -> tuple[Tensor, Tensor]:
+        """Extend `cache` by `ids [batch, rows]`; returns normed hidden states `[batch, rows, hidden]` and features, the outputs
+        of the layers in `taps` side by side, `[batch, rows, taps · hidden]`. All rows are kept until `cache.keep` says otherwise.
 
         `tree`: the rows' `trees.row_table` for this decoder's `history`, where each does not follow the one before it.
         """
@@ -219,10 +219,10 @@ class LeanDecoder:
             memory = cache.memory[:, :, 0]
             if cache.tiles is None:
                 cache.tiles = compiled.tiles_of(memory)
-            x, tapped, windows = compiled(x, memory, cache.tiles, past, rotation[:, 0], taps, inputs, *tree_rows)
+            x, features, windows = compiled(x, memory, cache.tiles, past, rotation[:, 0], taps, inputs, *tree_rows)
             cache.inputs = dict(zip(cache.inputs, windows, strict=True))
             cache.length, cache.last_rows = past + rows, rows
-            return x, tapped
+            return x, features
         if branches:
             mask = F.pad(branches.hidden(self.embedding)[:, :rows], (past, 0))
             mask_of = cache_of(lambda groups: mask.repeat(groups, 1))
@@ -232,13 +232,13 @@ class LeanDecoder:
                 return self._attend(mixer, normed, rotation, cache, index, rows, mask_of)
             return _convolve(mixer, normed, cache, index, rows, branches)
 
-        x, tapped = self.through_layers(x, mix, taps)
+        x, features = self.through_layers(x, mix, taps)
         cache.length = past + rows
         cache.last_rows = rows
-        return self.final_norm(x[:, :rows]), [tap[:, :rows] for tap in tapped]
+        return self.final_norm(x[:, :rows]), features[:, :rows]
 
-    def through_layers(self, x: Tensor, mix: Mix, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """`x [batch, rows, hidden]` through every layer, and the outputs of the layers in `taps`. `mix` attends or convolves: it
+    def through_layers(self, x: Tensor, mix: Mix, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`x [batch, rows, hidden]` through every layer, and features as `forward` gives them. `mix` attends or convolves: it
         alone knows what came before, and how it is kept."""
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -247,7 +247,7 @@ class LeanDecoder:
             x = x + layer.down(F.silu(gate).mul_(up))
             if index in taps:
                 tapped[index] = x
-        return x, [tapped[index] for index in taps]
+        return x, torch.cat([tapped[index] for index in taps], dim=-1) if taps else x[..., :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [rows, hidden] → logits [rows, vocabulary]`."""

@@ -82,11 +82,12 @@ class LibraryDecoder:
         return BatchCache(config=self.model.config)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, cache: BatchCache, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Extend `cache` by `ids [batch, rows]`; returns what `logits` takes, of the last row alone, and the tapped outputs."""
+    def forward(self, ids: Tensor, cache: BatchCache, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Extend `cache` by `ids [batch, rows]`; returns what `logits` takes, of the last row alone, and features."""
         wanted = [tap + 1 for tap in taps]
         output = self.model(ids, cache=cache, use_cache=True, logits_to_keep=1, output_hidden_states=wanted or False)
-        return output.logits, [output.hidden_states[index] for index in wanted]
+        features = [output.hidden_states[index] for index in wanted]
+        return output.logits, torch.cat(features, dim=-1) if taps else output.logits[..., :0]
 
     def logits(self, last: Tensor) -> Tensor:
         """They are the library's own, head, scaling and all."""
@@ -157,7 +158,7 @@ class LibrarySession:
         self._last_rows = len(tokens)
         if wanted:
             hidden = output.hidden_states
-            self.features.record([hidden[index][0] for index in wanted])
+            self.features.record(torch.cat([hidden[index][0] for index in wanted], dim=-1))
         greedy = output.logits[0, :, : self.target.vocabulary].argmax(dim=-1)
         return crossings.integers(greedy[-1:] if last_only else greedy)
 

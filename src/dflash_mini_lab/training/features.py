@@ -26,5 +26,4 @@ class ComputedFeatures:
         rows = max(sequence.length for sequence in sequences) - 1
         ids = tokens[first + torch.arange(rows, device=tokens.device).minimum(length - 1)]
         cache: Any = self.decoder.new_cache(rows, len(sequences))
-        _, tapped = self.decoder.forward(ids, cache, self.taps)
-        return torch.cat(tapped, dim=-1)
+        return self.decoder.forward(ids, cache, self.taps)[1]

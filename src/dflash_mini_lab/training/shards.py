@@ -60,7 +60,7 @@ def write_shard(path: Path, trajectories: Iterable[Trajectory]) -> int:
         "tokens": torch.tensor([token for t in found for token in t.tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(t.tokens) for t in found]),
         "prompt_lengths": torch.tensor([t.prompt_length for t in found]),
-        "features": torch.cat([t.features.flatten(1) for t in found]).bfloat16(),
+        "features": torch.cat([t.features for t in found]).bfloat16(),
         "likely_ids": torch.cat([t.likely_ids for t in found]),
         "likely": torch.cat([t.likely for t in found]),
     }

@@ -31,7 +31,7 @@ ACTIVATIONS, LOGITS = 24, 4
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One prompt and its answer, on the host. `features [tokens - 1, taps, hidden]`: the last token was never fed back.
+    """One prompt and its answer, on the host. `features [tokens - 1, taps · hidden]`: the last token was never fed back.
 
     `likely_ids`, `likely [answer tokens, candidates]`: the tokens the target held likeliest where it chose each answer token,
     best first, and their probabilities.
@@ -69,21 +69,18 @@ def continue_batch(
     cache: Any = decoder.new_cache(length + new_tokens)
     tokens = torch.zeros(batch, length + new_tokens, dtype=torch.long, device=device)
     tokens[:, :length] = prompts
-    features = torch.zeros(batch, length + new_tokens - 1, len(taps), decoder.hidden_size, dtype=decoder.dtype, device=device)
+    width = len(taps) * decoder.hidden_size
+    features = torch.zeros(batch, length + new_tokens - 1, width, dtype=decoder.dtype, device=device)
     candidates = min(candidates, vocabulary or len(decoder.embedding))
     likely_ids = torch.zeros(batch, new_tokens, candidates, dtype=torch.int32, device=device)
     likely = torch.zeros(batch, new_tokens, candidates, dtype=torch.bfloat16, device=device)
     going, left = torch.ones(batch, dtype=torch.bool, device=device), batch
     if shared:
-        _, tapped = decoder.forward(prompts[:1, :shared], cache, taps)
-        if taps:
-            features[:, :shared] = torch.stack(tapped, dim=2)
+        _, features[:, :shared] = decoder.forward(prompts[:1, :shared], cache, taps)
     cache.select(torch.zeros(batch, dtype=torch.long, device=device))
     step = prompts[:, shared:]
     for position in range(length, length + new_tokens):
-        hidden, tapped = decoder.forward(step, cache, taps)
-        if taps:
-            features[:, position - step.shape[1] : position] = torch.stack(tapped, dim=2)
+        hidden, features[:, position - step.shape[1] : position] = decoder.forward(step, cache, taps)
         logits = decoder.logits(hidden[:, -1])[:, :vocabulary]
         answered = position - length + 1
         if candidates:
