@@ -77,7 +77,7 @@ def trajectory(first: int) -> Trajectory:
     tokens = [first]
     while len(tokens) < PROMPT + ANSWER:
         tokens.append(int(NEXT[tokens[-1]]))
-    tables = torch.randn(VOCABULARY, len(TAPS), HIDDEN, generator=torch.Generator().manual_seed(6))
+    tables = torch.randn(VOCABULARY, len(TAPS) * HIDDEN, generator=torch.Generator().manual_seed(6))
     answer = torch.tensor(tokens[PROMPT:])
     likely_ids = (answer[:, None] + torch.arange(16)) % VOCABULARY
     likely = torch.tensor([2.0**-rank for rank in range(1, 17)]).expand(ANSWER, -1)

@@ -146,6 +146,7 @@ class CompiledLayers(_Compiled):
             tiles,
             programs.layers_program,
             programs.LAYERS_JOB,
+            float32=TYPES.index(torch.float32),
             layers=len(layers),
             hidden=self._hidden,
             inner=inner,

@@ -7,12 +7,9 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
-import torch
 from numba import carray, cfunc, config, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-from dflash_mini_lab.prefetched_linear import TYPES
 
 EVERY = ("threads", "rows", "past", "capacity")
 """What is told with every call begins with this."""
@@ -22,7 +19,7 @@ LAYERS_CALL = (
     *("key_tiles_at", "value_tiles_at", "inputs_at", "windows_at", "hiding_at", "places_at"),
 )
 LAYERS = (
-    *("tile", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "biased", "attending"),
+    *("tile", "float32", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "biased", "attending"),
     *("history", "weights_at", "norms_at", "places_of_kind_at", "qkv_biases_at", "qk_norms_at", "kernels_at"),
     *("stream_at", "norm_at", "qkv_at", "queries_at", "scores_at", "sums_at", "mixed_at", "added_at", "gate_up_at", "act_at"),
     "eps",
@@ -66,8 +63,8 @@ number_of_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 """It may be fewer than were asked for."""
 barrier = types.ExternalFunction("GOMP_barrier", types.void())
 multiply_tiles = types.ExternalFunction("dflash_tiles", types.void(*[types.int64] * 9))
-"""`multiply_tiles(type of the weight, x, weight, y, rows, inputs, outputs, first tile, end tile)`; addresses are integers."""
-FLOAT32 = TYPES.index(torch.float32)
+"""`multiply_tiles(type of the weight, x, weight, y, rows, inputs, outputs, first tile, end tile)`; addresses are integers. A job's
+`float32` is that type's number."""
 compiled = njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy", cache=True)
 
 
@@ -288,7 +285,7 @@ def layers_program(job_at):
                 if count <= 0:
                     continue
                 keys_at, values_at = key_tiles[kind, of_head].ctypes.data, value_tiles[kind, of_head].ctypes.data
-                multiply_tiles(FLOAT32, job.queries_at + first * 4 * d, keys_at, scores_at, count, d, run, 0, run // tile)
+                multiply_tiles(job.float32, job.queries_at + first * 4 * d, keys_at, scores_at, count, d, run, 0, run // tile)
                 for n in range(count):
                     r = (first + n) % rows
                     seen = past + (rows if job.branching else r + 1)
@@ -298,7 +295,7 @@ def layers_program(job_at):
                     scores[n, seen:] = f32(0)
                 for t in range(wide_d // tile):
                     tile_at = values_at + t * 4 * positions * tile
-                    multiply_tiles(FLOAT32, scores_at, tile_at, sums_at + t * 4 * tile, count, run, wide_d, 0, 1)
+                    multiply_tiles(job.float32, scores_at, tile_at, sums_at + t * 4 * tile, count, run, wide_d, 0, 1)
                 for n in range(count):
                     h, r = (first + n) // rows, (first + n) % rows
                     mixed[r, h * d : (h + 1) * d] = sums[n, :d]
