@@ -63,7 +63,7 @@ number_of_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 """It may be fewer than were asked for."""
 barrier = types.ExternalFunction("GOMP_barrier", types.void())
 multiply_tiles = types.ExternalFunction("dflash_tiles", types.void(*[types.int64] * 9))
-"""`multiply_tiles(type of the weight, x, weight, y, rows, inputs, outputs, first tile, end tile)`; addresses are integers. A job's
+"""`multiply_tiles(type of the weight, x, weight, y, rows, inputs, outputs, first tile, end tile)`; addresses are numbers. A job's
 `float32` is that type's number."""
 compiled = njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy", cache=True)
 
