@@ -180,7 +180,7 @@ class CompiledLayers(_Compiled):
         self,
         x: Tensor,
         memory: Tensor,
-        tiles: KeyValueTiles,
+        key_values: KeyValueTiles,
         past: int,
         rotation: Tensor,
         taps: Sequence[int] = (),
@@ -191,17 +191,18 @@ class CompiledLayers(_Compiled):
         """`x [1, rows, hidden]` through every layer, normed; the outputs of the layers in `taps` side by side, `[1, rows,
         taps · hidden]`; each convolution's earlier inputs followed by this call's, `[convolutions, 1, history + rows, hidden]`.
 
-        Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`, and its
-        `tiles`; `rotation [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier ones, `[1, history, hidden]`.
-        A row follows the one before it, or where `hiding [rows, rows]` is given, that is added to the scores of this call's own
-        keys, 0 or -inf, and `places [rows, history]` says where among its window each row's earlier inputs are.
+        Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`, and
+        `key_values`, which `tiles_of` made for it; `rotation [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier
+        ones, `[1, history, hidden]`. A row follows the one before it, or where `hiding [rows, rows]` is given, that is added to the
+        scores of this call's own keys, 0 or -inf, and `places [rows, history]` says where among its window each row's earlier
+        inputs are.
         """
         rows, capacity, threads = x.shape[1], memory.shape[3], torch.get_num_threads()
         _check_room(past, rows, capacity)
         if x.shape[2] != self._hidden or x.dtype != torch.float32 or rotation.shape != (rows, memory.shape[4] // 2):
             raise ValueError(f"{x.dtype} rows {tuple(x.shape)} with a rotation {tuple(rotation.shape)} do not fit these layers")
         stream = threads * MOST_ROWS * self._hidden
-        _, _, parts, positions, tile = tiles.values.shape
+        _, _, parts, positions, tile = key_values.values.shape
         queries = threads * self._groups * MOST_ROWS
         self._make_room(stream_at=stream, norm_at=stream, scores_at=queries * positions, sums_at=queries * parts * tile)
         if self._taps != tuple(taps):
@@ -212,11 +213,11 @@ class CompiledLayers(_Compiled):
         out, features = torch.empty_like(x), x.new_empty(1, rows, len(taps) * self._hidden) if taps else x[..., :0]
         windows = x.new_empty(self._convolving, 1, self._history + rows, self._hidden) if inputs else NOTHING
         optional = [tensor if tensor is None else tensor.contiguous() for tensor in (hiding, places)]
-        told = (x, out, features, self._sorted_taps, rotation, memory, tiles.keys, tiles.values, inputs_at, windows)
+        told = (x, out, features, self._sorted_taps, rotation, memory, key_values.keys, key_values.values, inputs_at, windows)
         addresses = [tensor.data_ptr() for tensor in told]
         addresses += [0 if tensor is None else tensor.data_ptr() for tensor in optional]
-        self._run(threads, rows, past, capacity, min(tiles.length, past), hiding is not None, len(taps), *addresses)
-        tiles.length = past  # of the call's own rows, some may be taken back
+        self._run(threads, rows, past, capacity, min(key_values.length, past), hiding is not None, len(taps), *addresses)
+        key_values.length = past  # of the call's own rows, some may be taken back
         return out, features, windows
 
 
