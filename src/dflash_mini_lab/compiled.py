@@ -193,9 +193,9 @@ class CompiledLayers(_Compiled):
 
         Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`, and
         `key_values`, which `tiles_of` made for it; `rotation [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier
-        ones, `[1, history, hidden]`. A row follows the one before it, or where `hiding [rows, rows]` is given, that is added to the
-        scores of this call's own keys, 0 or -inf, and `places [rows, history]` says where among its window each row's earlier
-        inputs are.
+        ones, `[1, history, hidden]`. A row follows the one before it, or where `hiding [rows, rows]` is given, that is added to
+        the scores of this call's own keys, 0 or -inf, and `places [rows, history]` says where among its window each row's
+        earlier inputs are.
         """
         rows, capacity, threads = x.shape[1], memory.shape[3], torch.get_num_threads()
         _check_room(past, rows, capacity)
