@@ -217,7 +217,7 @@ class CompiledLayers(_Compiled):
         addresses = [tensor.data_ptr() for tensor in told]
         addresses += [0 if tensor is None else tensor.data_ptr() for tensor in optional]
         self._run(threads, rows, past, capacity, min(key_values.length, past), hiding is not None, len(taps), *addresses)
-        key_values.length = past  # of the call's own rows, some may be taken back
+        key_values.length = past  # the call's own rows may still be moved or written again
         return out, features, windows
 
 
@@ -359,7 +359,8 @@ def compiled_layers(
     norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm, getattr(layer, "qk_norm", None)) if norm]
     if any(norm.eps != final_norm.eps or norm.weight.dtype != torch.float32 for norm in (*norms, final_norm)):
         return None
-    if any(product.bias is not None for layer in layers for product in layer.products[isinstance(layer, AttentionLayer) :]):
+    others = [product for layer in layers for product in layer.products if product is not getattr(layer, "qkv", None)]
+    if any(product.bias is not None for product in others):
         return None
     kinds = {type(layer) for layer in layers}
     shapes = {

@@ -16,8 +16,7 @@ class FeatureLog:
 
     def record(self, features: Tensor) -> None:
         """`features [rows, taps · hidden]`, which nobody writes to any more."""
-        if features.shape[1]:
-            self._waiting = features
+        self._waiting = features
 
     def gather(self, rows: Tensor) -> None:
         """Bring `rows [n]` of the last call to its first places, for `keep(n)`."""

@@ -112,7 +112,8 @@ class LeanSession:
         ids = crossings.send(tokens, device)[None]
         tree = crossings.send(np.array(row_table(parents, decoder.history), dtype=np.int64), device) if parents else None
         hidden, features = decoder.forward(ids, cache, self.taps, tree)
-        self.features.record(features[0])
+        if self.taps:
+            self.features.record(features[0])
         needed = hidden[0, -1:] if last_only and not self.target.full_logits else hidden[0]
         greedy = decoder.greedy(needed, self.target.vocabulary)
         return crossings.integers(greedy[-1:] if last_only else greedy)

@@ -61,6 +61,11 @@ class LibraryTarget:
         return torch.tensor([list(ids)], device=self.embedding.device)
 
 
+def _features(output: Any, taps: Sequence[int]) -> Tensor:
+    """Of a pass with hidden states, the first of which is the embedding: `[batch, rows, taps · hidden]`."""
+    return torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
+
+
 class BatchCache(DynamicCache):
     """The library's cache of several sequences of one length; what leaves a window or a convolution is gone."""
 
@@ -84,10 +89,8 @@ class LibraryDecoder:
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: BatchCache, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Extend `cache` by `ids [batch, rows]`; returns what `logits` takes, of the last row alone, and features."""
-        wanted = [tap + 1 for tap in taps]
-        output = self.model(ids, cache=cache, use_cache=True, logits_to_keep=1, output_hidden_states=wanted or False)
-        features = [output.hidden_states[index] for index in wanted]
-        return output.logits, torch.cat(features, dim=-1) if taps else output.logits[..., :0]
+        output = self.model(ids, cache=cache, use_cache=True, logits_to_keep=1, output_hidden_states=bool(taps))
+        return output.logits, _features(output, taps) if taps else output.logits[..., :0]
 
     def logits(self, last: Tensor) -> Tensor:
         """They are the library's own, head, scaling and all."""
@@ -145,20 +148,18 @@ class LibrarySession:
 
     @torch.inference_mode()
     def _extend(self, tokens: Sequence[int], last_only: bool = False) -> list[int]:
-        wanted = [tap + 1 for tap in self.taps]
         crossings = self.target.crossings
         output = self.target.model(
             crossings.send(tokens, self.target.embedding.device)[None],
             cache=self.cache,
             use_cache=True,
             logits_to_keep=1 if last_only and not self.target.full_logits else len(tokens),
-            output_hidden_states=wanted or False,
+            output_hidden_states=bool(self.taps),
         )
         self.length += len(tokens)
         self._last_rows = len(tokens)
-        if wanted:
-            hidden = output.hidden_states
-            self.features.record(torch.cat([hidden[index][0] for index in wanted], dim=-1))
+        if self.taps:
+            self.features.record(_features(output, self.taps)[0])
         greedy = output.logits[0, :, : self.target.vocabulary].argmax(dim=-1)
         return crossings.integers(greedy[-1:] if last_only else greedy)
 
