@@ -26,8 +26,8 @@ from dflash_mini_lab.compiled import (
 )
 from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.norms import RMSNorm
-from dflash_mini_lab.packed_linear import PREFETCHED, LinearPlan, PackedLinear
-from dflash_mini_lab.prefetched_linear import kernel, rounded
+from dflash_mini_lab.packed_linear import PREFETCHED, ROUNDED, LinearPlan, PackedLinear
+from dflash_mini_lab.prefetched_linear import in_bytes, kernel
 from dflash_mini_lab.scores import best
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
@@ -120,14 +120,30 @@ def test_a_batch_that_becomes_one_sequence_again_runs_with_what_it_has_read_mean
     torch.testing.assert_close(*last, rtol=0, atol=2e-4)
 
 
+def in_steps(weight: torch.Tensor) -> torch.Tensor:
+    """Of 8 bits, as the float32 weight that they stand for."""
+    whole, scales = in_bytes(weight)
+    return whole * scales[:, None]
+
+
 @torch.inference_mode()
-def test_a_compiled_drafter_scores_as_the_single_operations_do() -> None:
-    model = tiny_model("llama")
-    parts = (CONFIG, drafter_tensors(), model.get_input_embeddings().weight.detach().float())
-    head = rounded(model.get_output_embeddings().weight.detach().float())
-    plain = BlockDrafter(*parts, head, POSITIONS, measure=False)
-    with patch("dflash_mini_lab.drafters.block.measure_plan", lambda weights: LinearPlan(*weights[0].shape, PREFETCHED)):
-        drafter = BlockDrafter(*parts, head, POSITIONS)
+@pytest.mark.parametrize("storage", [PREFETCHED, ROUNDED])
+def test_a_compiled_drafter_scores_as_the_single_operations_do(storage: str) -> None:
+    model, tensors = tiny_model("llama"), drafter_tensors()
+    embedding, head = (table.weight.detach().float() for table in (model.get_input_embeddings(), model.get_output_embeddings()))
+    parts = [(CONFIG, tensors, embedding, head)] * 2
+    if storage == ROUNDED:
+        coarse = {name: in_steps(tensor) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+        parts[0] = (CONFIG, coarse, embedding, in_steps(head))
+    plain = BlockDrafter(*parts[0], POSITIONS, measure=False)
+    with patch.multiple(
+        "dflash_mini_lab.drafters.block",
+        measure_plan=lambda weights: LinearPlan(*weights[0].shape, PREFETCHED),
+        rounded_plan=lambda _, plan: replace(plan, storage=storage),
+    ):
+        drafter = BlockDrafter(*parts[1], POSITIONS)
+    assert {plan.storage for plan in drafter.plans} == {storage}
+    near = 1 if storage == PREFETCHED else 20  # states are rounded, too
     assert plain.compiled is plain.compiled_context is None
     assert drafter.compiled is not None
     assert drafter.compiled_context is not None
@@ -143,9 +159,9 @@ def test_a_compiled_drafter_scores_as_the_single_operations_do() -> None:
             features.upto = length - 1
             drafts.append(session.draft(committed))
         for part in ("context", "states"):
-            np.testing.assert_allclose(getattr(drafts[0], part)(), getattr(drafts[1], part)(), rtol=0, atol=1e-4)
+            np.testing.assert_allclose(getattr(drafts[0], part)(), getattr(drafts[1], part)(), rtol=0, atol=near * 1e-4)
         logits = drafts[1].logits()[0]
-        np.testing.assert_allclose(drafts[0].logits()[0], logits, rtol=0, atol=1e-3)
+        np.testing.assert_allclose(drafts[0].logits()[0], logits, rtol=0, atol=near * 1e-3)
         for k in (1, CANDIDATES, CANDIDATES + 1):  # those kept on the way, and one more, which is searched for
             columns, scores = best(logits, k)
             for found, wanted in zip(drafts[1].top(k), (drafter.draft_ids[columns], scores), strict=True):

@@ -1,12 +1,12 @@
-"""The screened LM head: the full head's own token, whatever 16 bits lose."""
+"""The screened LM head: the full head's own token, whatever 8 bits lose."""
 from __future__ import annotations
 
 import pytest
 import torch
 
 from dflash_mini_lab.compiled import MOST_ROWS, ROWS_AT_ONCE, compiled_head
-from dflash_mini_lab.packed_linear import ONEDNN, PLAIN, PREFETCHED, SCREENED, LinearPlan, PackedLinear, screen_plan
-from dflash_mini_lab.prefetched_linear import kernel, rounded
+from dflash_mini_lab.packed_linear import ONEDNN, PLAIN, PREFETCHED, ROUNDED, SCREENED, LinearPlan, PackedLinear, rounded_plan
+from dflash_mini_lab.prefetched_linear import in_bytes, kernel
 from dflash_mini_lab.targets.lm_head import FullHead, ScreenedHead
 
 VOCABULARY, HIDDEN = 300, 64
@@ -22,7 +22,6 @@ def heads(weight: torch.Tensor) -> tuple[FullHead, ScreenedHead]:
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 300.0, 1e5])
 @pytest.mark.parametrize("rows", [1, 6, MOST_ROWS + 3])
 def test_greedy_tokens_are_the_full_head_s(rows: int, scale: float) -> None:
-    """Of weights that float16 holds well, those that are too small for it and those that are too large."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         full, screened = heads(torch.randn(VOCABULARY, HIDDEN, generator=generator) * scale)
@@ -31,13 +30,14 @@ def test_greedy_tokens_are_the_full_head_s(rows: int, scale: float) -> None:
         assert torch.equal(screened.greedy(hidden, 77), full.greedy(hidden, 77)), "padded rows of the head are never chosen"
 
 
-def test_rows_that_16_bits_cannot_tell_apart_are_told_apart() -> None:
+def test_rows_that_8_bits_cannot_tell_apart_are_told_apart() -> None:
     generator = torch.Generator().manual_seed(2)
     row = torch.randn(HIDDEN, generator=generator)
     weight = row + torch.randn(VOCABULARY, HIDDEN, generator=generator) * 1e-5
     full, screened = heads(weight)
     hidden = torch.randn(8, HIDDEN, generator=generator)
-    coarse = (hidden @ rounded(weight).T).argmax(-1)
+    whole, scales = in_bytes(weight)
+    coarse = (hidden @ whole.float().T * scales).argmax(-1)
     assert not torch.equal(coarse, full.greedy(hidden, VOCABULARY)), "the case must be one that the screen alone gets wrong"
     assert torch.equal(screened.greedy(hidden, VOCABULARY), full.greedy(hidden, VOCABULARY))
 
@@ -61,21 +61,28 @@ def test_equal_logits_go_to_the_lowest_id_in_any_number_of_threads(threads: int)
 def test_a_head_that_is_not_float32_or_not_finite_has_no_screen() -> None:
     assert compiled_head(torch.zeros(8, 4)) is not None
     assert compiled_head(torch.zeros(8, 4, dtype=torch.float64)) is None
+    assert compiled_head(torch.zeros(8, 5)) is None, "two inputs are one step"
     assert compiled_head(torch.tensor([[1.0, float("nan")]])) is None
 
 
-def test_one_number_too_large_for_float16_widens_the_bound_of_every_row() -> None:
-    """The screen is then bfloat16's everywhere: a row that float16 would have told apart must not be lost."""
+def test_what_rounding_may_have_changed_is_bounded_for_every_row_and_every_state() -> None:
+    """One large number coarsens its own row and no other; a state with one large number is rounded coarsely itself."""
     generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(HIDDEN, generator=generator) + torch.randn(2 * ROWS_AT_ONCE, HIDDEN, generator=generator) * 1e-3
-    weight[-1, 0] = -1e6
-    _, screened = heads(weight)
-    hidden = torch.randn(8, HIDDEN, generator=generator).abs() * weight[0].sign()
-    logits = hidden.double() @ weight.double().T
-    found = logits.gather(1, screened.greedy(hidden, len(weight))[:, None])[:, 0]
-    torch.testing.assert_close(found, logits.amax(1), rtol=0, atol=1e-4)
-    bound = screened._screened._job[0]["lost"]
-    assert bound >= float((weight - weight.bfloat16().float()).norm(dim=1)[:ROWS_AT_ONCE].max())
+    weight = torch.randn(2 * ROWS_AT_ONCE, HIDDEN, generator=generator)
+    weight[-1, 0] = -1e4
+    hidden = torch.randn(40, HIDDEN, generator=generator)
+    hidden[:8, 3] = 1e4
+    full, screened = heads(weight)
+    assert torch.equal(screened.greedy(hidden, len(weight)), full.greedy(hidden, len(weight)))
+    job, kept = screened._screened._job[0], screened._screened._kept
+    lost, x = kept["lost_at"][: len(weight)], hidden[:MOST_ROWS].contiguous()
+    assert lost[-1] > 50 * lost[:-1].max()
+    coarse = kernel().product(x, screened._screened._screen, None).double()  # type: ignore[union-attr]
+    exact = x.double() @ weight.double().T
+    bound = lost.double() * x.double().norm(dim=1, keepdim=True) + job["lost_by_inputs"] * x.double().abs().amax(1, keepdim=True)
+    assert ((coarse - exact).abs() <= bound).all()
+    tight = (coarse - exact).abs().amax(1) / bound.amax(1)
+    assert float(tight.max()) > 0.02, "a bound that nothing comes near finds no token faster"
 
 
 def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +94,9 @@ def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch
         monkeypatch.setattr("dflash_mini_lab.packed_linear._rates", lambda *_: rates)
 
     measured(dict.fromkeys(range(1, 9), 9.0))
-    assert screen_plan(weight, plan) is plan
+    assert rounded_plan([weight], plan, SCREENED) is plan
     measured(fast)
-    assert screen_plan(weight, plan) == LinearPlan(8, 4, SCREENED, fast, {1: 5.0})
-    other = LinearPlan(8, 4, ONEDNN, slow, slow)
-    assert screen_plan(weight, other) is other
+    assert rounded_plan([weight], plan, SCREENED) == LinearPlan(8, 4, SCREENED, fast, {1: 5.0})
+    assert rounded_plan([weight], plan) == LinearPlan(8, 4, ROUNDED, fast, {1: 5.0})
+    for other in (LinearPlan(8, 4, ONEDNN, slow, slow), LinearPlan(8, 5, PREFETCHED, slow, slow)):
+        assert rounded_plan([weight], other) is other

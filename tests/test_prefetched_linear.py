@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dflash_mini_lab import packed_linear, prefetched_linear
 from dflash_mini_lab.packed_linear import PREFETCHED, measure_plan, storage_works
-from dflash_mini_lab.prefetched_linear import NARROW, WIDE, Kernel, kernel, rounded
+from dflash_mini_lab.prefetched_linear import NARROW, WIDE, Kernel, PackedWeight, in_bytes, kernel, most_of_an_input
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
 
@@ -61,15 +62,43 @@ def test_a_weight_is_kept_in_float32_where_16_bits_would_lose_anything(product: 
     assert product.pack(weight)[0].dtype == torch.float32
 
 
-def test_rounding_to_16_bits_keeps_large_numbers_finite() -> None:
-    weight = torch.tensor([[1 + 2.0**-10, 1.0]])
-    assert torch.equal(rounded(weight), weight)
-    assert rounded(weight * 1e6).isfinite().all()
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 8), (96, 576), (100, 40), (70, 1536), (16, 9000)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_in_8_bits_it_is_the_product_of_what_is_rounded(product: Kernel, outputs: int, inputs: int, bias: bool) -> None:
+    x, weight, b = problem(27, outputs, inputs)
+    x[2], x[3], x[4, 0], weight[0] = 0, x[3] * 1e-30, 50, weight[0] * 1e6
+    packed = product.pack_bytes(weight)
+    assert (packed.tiles.dtype, packed.inputs, packed.outputs) == (torch.int8, inputs, outputs)
+    assert packed.tiles.data_ptr() % prefetched_linear.CACHE_LINE == 0
+    whole, scales = in_bytes(weight)
+    steps = x.abs().amax(1, keepdim=True).double().clamp_min(1e-45) / most_of_an_input(inputs)
+    numbers = (x.double() / steps).round()
+    wanted = numbers @ whole.double().T * steps * scales.double()
+    size = numbers.abs() @ whole.double().abs().T * steps * scales.double()
+    nearly = steps * scales.double() * 127  # a number between two may be rounded to either
+    for rows in (1, 2, 6, 7, 12, 13, 27):
+        found = product.product(x[None, :rows], packed, b if bias else None)[0].double() - (b.double() if bias else 0)
+        assert ((found - wanted[:rows]).abs() <= 1e-6 * (size + 8)[:rows] + 2 * nearly[:rows]).all()
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others(product: Kernel) -> None:
+def test_the_largest_sums_of_8_bits_fit(product: Kernel) -> None:
+    for inputs in (2, 576, 3000, 40_000):
+        weight, x = torch.full((3, inputs), -1.0), torch.full((1, inputs), 2.0)
+        found = product.product(x, product.pack_bytes(weight), None)
+        torch.testing.assert_close(found, torch.full((1, 3), -2.0 * inputs), rtol=1e-6, atol=0)
+
+
+def test_rounding_to_8_bits_is_by_row_and_takes_any_size() -> None:
+    weight = torch.tensor([[0.0, 0.0], [1.0, -127.0], [1e-40, 0.0], [3e38, -3e38]])
+    whole, scales = in_bytes(weight)
+    assert whole.tolist()[:2] == [[0, 0], [1, -127]]
+    torch.testing.assert_close(whole * scales[:, None], weight, rtol=0.004, atol=1e-38)
+
+
+@pytest.mark.parametrize("pack", [Kernel.pack, Kernel.pack_bytes])
+def test_a_row_has_the_same_bits_alone_and_among_others(product: Kernel, pack: Callable[..., PackedWeight]) -> None:
     x, weight, _ = problem(27, 576, 1536)
-    packed = product.pack(weight)
+    packed = pack(product, weight)
     together = product.product(x, packed, None)
     for rows in range(1, 27):
         assert torch.equal(product.product(x[:rows].contiguous(), packed, None), together[:rows])
@@ -83,9 +112,10 @@ def test_inputs_that_do_not_lie_together_are_read_as_they_are(product: Kernel) -
     assert torch.equal(product.product(wide[:, 1], product.pack(weight), None), product.product(-x, product.pack(weight), None))
 
 
-def test_more_threads_than_tiles_and_one_thread_give_the_same(product: Kernel) -> None:
+@pytest.mark.parametrize("pack", [Kernel.pack, Kernel.pack_bytes])
+def test_more_threads_than_tiles_and_one_thread_give_the_same(product: Kernel, pack: Callable[..., PackedWeight]) -> None:
     x, weight, _ = problem(3, 70, 48)
-    packed, threads = product.pack(weight), torch.get_num_threads()
+    packed, threads = pack(product, weight), torch.get_num_threads()
     try:
         found = []
         for count in (1, 2, 7):
@@ -113,8 +143,8 @@ def test_a_machine_without_openmp_has_none(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_packed_weight_lies_on_cache_lines(product: Kernel) -> None:
     for outputs in (16, 64, 100):
-        packed, count = product.pack(torch.randn(outputs, 9))
-        assert packed.data_ptr() % prefetched_linear.CACHE_LINE == 0
-        assert count == outputs
+        packed = product.pack(torch.randn(outputs, 9))
+        assert packed.tiles.data_ptr() % prefetched_linear.CACHE_LINE == 0
+        assert packed.outputs == outputs
 
 

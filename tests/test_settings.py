@@ -70,7 +70,7 @@ def test_smoke_beats_variables_and_is_beaten_by_flags() -> None:
         ("prompts", "no/such/file.json", "a file that exists"),
         ("verify_width", "1", "from 2 to"),
         ("tuning_repeats", "0", "from 1 to"),
-        ("ablate", "no-bonus,fast", "of full-logits, no-bonus, full-vocabulary, stock-linear"),
+        ("ablate", "no-bonus,fast", "of full-logits, no-bonus, full-vocabulary, exact-drafter, stock-linear"),
     ],
 )
 def test_a_bad_flag_says_what_would_have_been_right(field: str, bad: str, hint: str) -> None:

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from dflash_mini_lab.packed_linear import PREFETCHED, SCREENED, LinearPlan
+from dflash_mini_lab.packed_linear import PREFETCHED, LinearPlan
 from dflash_mini_lab.prefetched_linear import kernel
 from dflash_mini_lab.targets.captured_target import CapturedTarget
 from dflash_mini_lab.targets.lean import LeanDecoder
@@ -123,10 +123,10 @@ def compiled_decoder(family: str) -> LeanDecoder:
     def plan(weights: list[torch.Tensor]) -> LinearPlan:
         return LinearPlan(*weights[0].shape, PREFETCHED)
 
-    def screen(weight: torch.Tensor, found: LinearPlan) -> LinearPlan:
-        return replace(found, storage=SCREENED)
+    def screen(_: list[torch.Tensor], found: LinearPlan, storage: str) -> LinearPlan:
+        return replace(found, storage=storage)
 
-    with patch.multiple("dflash_mini_lab.targets.lean_build", measure_plan=plan, screen_plan=screen):
+    with patch.multiple("dflash_mini_lab.targets.lean_build", measure_plan=plan, rounded_plan=screen):
         decoder = build_lean_decoder(deepcopy(tiny_model(family)).float(), POSITIONS)
     assert decoder.compiled is not None
     assert isinstance(decoder.head, ScreenedHead)

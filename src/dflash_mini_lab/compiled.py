@@ -17,16 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_mini_lab.norms import RMSNorm
-from dflash_mini_lab.packed_linear import PREFETCHED, PackedLinear
-from dflash_mini_lab.prefetched_linear import TYPES, Kernel, kernel, rounded
+from dflash_mini_lab.packed_linear import OURS, PackedLinear
+from dflash_mini_lab.prefetched_linear import TYPES, Kernel, PackedWeight, in_bytes, kernel, most_of_an_input
 
 MOST_ROWS = 32
 """Of one call; a longer one has enough rows to keep single operations busy."""
 ROWS_AT_ONCE = 4096
 """Of a head, where differences are looked at."""
+ROUNDS_OFF = 0.51
+"""By how much an input leaves a whole number at most, and a little for its own scaling."""
 CANDIDATES = 8
 """Of a draft's slot, found as its scores are computed; as many as any method asks for."""
 NOTHING = torch.empty(0)
@@ -71,12 +74,14 @@ class ConvolutionLayer:
 class _Compiled:
     """A program, what every call of it is told, and the tensors whose addresses it is told."""
 
-    def __init__(self, tiles: Kernel, program: Any, job: np.dtype, **told: float | Tensor) -> None:
+    def __init__(self, tiles: Kernel, program: Any, job: np.dtype, widest: int, **told: float | Tensor) -> None:
+        """`widest`: the most inputs of one of its products."""
         self._parallel, self._program = tiles.parallel, program.address
         self._job = np.zeros(1, job)
         self._call, self._job_at = self._job.view(np.int64), self._job.ctypes.data
         self._kept: dict[str, Tensor] = {}
-        self._tell(tile=tiles.tile, **told)
+        self._rounded = MOST_ROWS * (1 + -(-widest // 2))
+        self._tell(tile=tiles.tile, rounded_bytes=4 * self._rounded, **told)
 
     def _tell(self, **told: float | Tensor) -> None:
         for name, value in told.items():
@@ -89,9 +94,9 @@ class _Compiled:
         self._call[: len(told)] = told
         self._parallel(self._program, self._job_at, told[0], 0)
 
-    def _make_room(self, **sizes: int) -> None:
-        """Float32 scratch of at least so many elements."""
-        for name, size in sizes.items():
+    def _make_room(self, threads: int, **sizes: int) -> None:
+        """Float32 scratch of at least so many elements, and what `threads` need for rounded rows."""
+        for name, size in (("rounded_at", threads * self._rounded), *sizes.items()):
             if name not in self._kept or self._kept[name].numel() < size:
                 self._tell(**{name: torch.empty(size, dtype=torch.float32)})
 
@@ -131,7 +136,7 @@ class CompiledLayers(_Compiled):
         convolving = [layer for layer in layers if isinstance(layer, ConvolutionLayer)]
         qk_norms = [layer.qk_norm.weight for layer in attending if layer.qk_norm]
         biases = [layer.qkv.bias for layer in attending if layer.qkv.bias is not None]
-        self._hidden, inner = layers[0].out.weight[1], layers[0].down.weight[0].shape[1]
+        self._hidden, inner = layers[0].out.weight.outputs, layers[0].down.weight.inputs
         self._tile, self._groups = tiles.tile, heads // kv_heads
         self._history = len(convolving[0].kernel) - 1 if convolving else 0
         self._convolving = len(convolving)
@@ -146,6 +151,7 @@ class CompiledLayers(_Compiled):
             tiles,
             programs.layers_program,
             programs.LAYERS_JOB,
+            max(product.weight.inputs for layer in layers for product in layer.products),
             float32=TYPES.index(torch.float32),
             layers=len(layers),
             hidden=self._hidden,
@@ -157,7 +163,7 @@ class CompiledLayers(_Compiled):
             biased=bool(biases),
             attending=len(attending),
             history=self._history,
-            weights_at=torch.tensor([[_type_and_address(p.weight[0]) for p in layer.products] for layer in layers]),
+            weights_at=torch.tensor([[product.weight.told for product in layer.products] for layer in layers]),
             norms_at=torch.stack([norm.weight for norm in (*norms, final_norm)]),
             places_of_kind_at=torch.tensor(place),
             qkv_biases_at=torch.stack(biases) if biases else NOTHING,
@@ -204,7 +210,7 @@ class CompiledLayers(_Compiled):
         stream = threads * MOST_ROWS * self._hidden
         _, _, parts, positions, tile = key_values.values.shape
         queries = threads * self._groups * MOST_ROWS
-        self._make_room(stream_at=stream, norm_at=stream, scores_at=queries * positions, sums_at=queries * parts * tile)
+        self._make_room(threads, stream_at=stream, norm_at=stream, scores_at=queries * positions, sums_at=queries * parts * tile)
         if self._taps != tuple(taps):
             self._taps, self._sorted_taps = tuple(taps), torch.tensor(sorted(zip(taps, range(len(taps)), strict=True)))
         inputs = [earlier.contiguous() for earlier in inputs]
@@ -235,18 +241,19 @@ class CompiledContext(_Compiled):
         programs: Any,
     ) -> None:
         """`context_kv`: every layer's key rows, then every layer's value rows; `k_norm`: `[layers · kv_heads, head_dim]`."""
-        hidden, (heads, head_dim) = fc.weight[1], k_norm.weight.shape
+        hidden, (heads, head_dim) = fc.weight.outputs, k_norm.weight.shape
         self._products, self._hidden = (fc, context_kv), hidden
         super().__init__(
             tiles,
             programs.context_program,
             programs.CONTEXT_JOB,
-            features=fc.weight[0].shape[1],
+            max(fc.weight.inputs, hidden),
+            features=fc.weight.inputs,
             hidden=hidden,
             layers=layers,
             kv_heads=heads // layers,
             head_dim=head_dim,
-            weights_at=torch.tensor([_type_and_address(product.weight[0]) for product in self._products]),
+            weights_at=torch.tensor([product.weight.told for product in self._products]),
             norm_at=norm.weight.contiguous(),
             k_norm_at=k_norm.weight.contiguous(),
             projected_at=torch.empty(MOST_ROWS, hidden),
@@ -260,37 +267,46 @@ class CompiledContext(_Compiled):
         _check_room(past, rows, capacity)
         features, rotation, fused = features.contiguous(), rotation.contiguous(), features.new_empty(rows, self._hidden)
         addresses = (tensor.data_ptr() for tensor in (features, fused, rotation, memory))
-        self._run(torch.get_num_threads(), rows, past, capacity, *addresses)
+        threads = torch.get_num_threads()
+        self._make_room(threads)
+        self._run(threads, rows, past, capacity, *addresses)
         return fused
 
 
 class CompiledHead(_Compiled):
-    """Greedy tokens of a float32 LM head that is read in 16 bits.
+    """Greedy tokens of a float32 LM head that is read in 8 bits.
 
-    A greedy token is one row of the head out of tens of thousands. With ŵ the rounded weight, |ŵ·x - w·x| ≤ ‖w - ŵ‖·‖x‖ by
-    Cauchy and Schwarz, and what rounding adds to a sum of `hidden` products. Twice that below the best product no token can win;
-    the few others are computed in full. The token is the full head's own, up to the order in which float32 products are summed.
-    Hidden states are finite.
+    A greedy token is one row of the head out of tens of thousands. With ŵ a rounded row and x̂ the rounded state, |ŵ·x̂ - w·x| ≤
+    ‖w - ŵ‖·‖x‖ + ‖ŵ‖·‖x - x̂‖ by Cauchy and Schwarz, and what float32 adds to a sum of `hidden` products. A token that cannot
+    reach what another has at least cannot win; the few others are computed in full. The token is the full head's own, up to the
+    order in which float32 products are summed. Hidden states are finite.
     """
 
     def __init__(self, weight: Tensor, tiles: Kernel, programs: Any) -> None:
-        """`weight [vocabulary, hidden]`: a tied head's is the embedding itself, not held twice."""
-        hidden, coarse = weight.shape[1], rounded(weight)
-        parts = zip(weight.split(ROWS_AT_ONCE), coarse.split(ROWS_AT_ONCE), strict=True)
-        lost = max(float((exact - part).norm(dim=1).max()) for exact, part in parts)
-        longest = max(float(part.norm(dim=1).max()) for part in coarse.split(ROWS_AT_ONCE))
-        self._screen, self._block = tiles.pack(coarse)[0], programs.BLOCK
-        self.outputs = self._screen.shape[0] * tiles.tile
+        """`weight [vocabulary, hidden]`, of an even width: a tied head's is the embedding itself, not held twice."""
+        hidden, lost, longest = weight.shape[1], [], 0.0
+        for rows in weight.split(ROWS_AT_ONCE):
+            whole, scales = in_bytes(rows)
+            coarse = whole * scales[:, None]
+            lost.append((rows - coarse).norm(dim=1) + hidden * 2.0**-23 * coarse.norm(dim=1))
+            longest = max(longest, float(coarse.norm(dim=1).max()))
+        self._screen = tiles.pack_bytes(weight)
+        self.outputs, self._blocks = self._screen.room, -(-self._screen.room // programs.BLOCK)
+        lost_of_row = F.pad(torch.cat(lost), (0, self._blocks * programs.BLOCK - len(weight)))
         super().__init__(
             tiles,
             programs.head_program,
             programs.HEAD_JOB,
+            hidden,
             hidden=hidden,
             outputs=self.outputs,
-            screen_at=torch.tensor(_type_and_address(self._screen)),
+            screen_at=torch.tensor(self._screen.told),
             weight_at=weight,
+            lost_at=lost_of_row,
+            lost_of_block_at=lost_of_row.view(self._blocks, programs.BLOCK).amax(1),
             screened_at=torch.empty(MOST_ROWS, self.outputs),
-            lost=lost + hidden * 2.0**-23 * longest,
+            tops_at=torch.empty(MOST_ROWS, self._blocks),
+            lost_by_inputs=ROUNDS_OFF * hidden**0.5 * longest / most_of_an_input(hidden),
         )
 
     def __call__(self, hidden: Tensor, vocabulary: int) -> Tensor:
@@ -300,7 +316,7 @@ class CompiledHead(_Compiled):
     def _few(self, hidden: Tensor, vocabulary: int) -> Tensor:
         rows, threads = len(hidden), torch.get_num_threads()
         each = threads * MOST_ROWS
-        self._make_room(tops_at=each, logits_at=each, block_tops_at=each * (self.outputs // self._block + 1))
+        self._make_room(threads, least_at=each, logits_at=each)
         ids = torch.empty(threads + 1, rows, dtype=torch.int64)
         self._run(threads, rows, vocabulary, hidden.data_ptr(), ids.data_ptr())
         return ids[threads]
@@ -311,18 +327,19 @@ class CompiledScores(_Compiled):
 
     def __init__(self, head: PackedLinear, ids: np.ndarray, tiles: Kernel, programs: Any) -> None:
         """`ids [vocabulary]` (int64): the target's id of every row of the head."""
-        packed, self._vocabulary = head.weight
-        self._head, self._hidden, self.candidates = head, packed.shape[1], min(CANDIDATES, self._vocabulary)
-        self._outputs = len(packed) * tiles.tile
+        weight: PackedWeight = head.weight
+        self._head, self._hidden, self._vocabulary = head, weight.inputs, weight.outputs
+        self._outputs, self.candidates = weight.room, min(CANDIDATES, self._vocabulary)
         super().__init__(
             tiles,
             programs.scores_program,
             programs.SCORES_JOB,
+            self._hidden,
             hidden=self._hidden,
             outputs=self._outputs,
             vocabulary=self._vocabulary,
             candidates=self.candidates,
-            weight_at=torch.tensor(_type_and_address(packed)),
+            weight_at=torch.tensor(weight.told),
             ids_at=torch.from_numpy(ids),
         )
 
@@ -333,7 +350,7 @@ class CompiledScores(_Compiled):
         if not 0 < rows <= MOST_ROWS or hidden.dtype != torch.float32:
             raise ValueError(f"{hidden.dtype} rows {tuple(hidden.shape)}: at most {MOST_ROWS} at once, of float32")
         room = threads * MOST_ROWS * self.candidates
-        self._make_room(kept_at=room, columns_at=2 * room)
+        self._make_room(threads, kept_at=room, columns_at=2 * room)
         hidden, scores = hidden.contiguous(), hidden.new_empty(rows, self._outputs)
         ids, best = hidden.new_empty(rows, self.candidates, dtype=torch.int64), hidden.new_empty(rows, self.candidates)
         self._run(threads, rows, *(tensor.data_ptr() for tensor in (hidden, scores, ids, best)))
@@ -341,10 +358,10 @@ class CompiledScores(_Compiled):
 
 
 def compiled_head(weight: Tensor) -> CompiledHead | None:
-    """None where this machine cannot run it, or the weight is not float32 on a CPU, and finite."""
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or (found := _program_for([])) is None:
+    """None where this machine cannot run it, or the weight is not float32 on a CPU, of an even width and finite."""
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.shape[1] % 2:
         return None
-    if not all(rows.isfinite().all() for rows in weight.split(ROWS_AT_ONCE)):
+    if (found := _program_for([])) is None or not all(rows.isfinite().all() for rows in weight.split(ROWS_AT_ONCE)):
         return None
     return CompiledHead(weight.contiguous(), *found)
 
@@ -368,11 +385,11 @@ def compiled_layers(
             type(layer),
             bool(getattr(layer, "qk_norm", None)),
             layer.products[0].bias is None,
-            *(product.weight[0].shape for product in layer.products),
+            *(product.weight.tiles.shape for product in layer.products),
         )
         for layer in layers
     }
-    if len(shapes) > len(kinds) or len({layer.down.weight[0].shape for layer in layers}) > 1:
+    if len(shapes) > len(kinds) or len({layer.down.weight.tiles.shape for layer in layers}) > 1:
         return None  # layers of one kind that differ
     return CompiledLayers(layers, final_norm, heads, kv_heads, head_dim, *found)
 
@@ -398,10 +415,10 @@ def can_compile() -> bool:
 
 def _program_for(products: Sequence[PackedLinear], whole_tiles: bool = True) -> tuple[Kernel, Any] | None:
     """The kernel and the module of programs, where all of `products` are the kernel's and in whole tiles."""
-    if not all(product.storage == PREFETCHED for product in products):
+    if not all(product.storage in OURS for product in products):
         return None
     tiles = kernel()
-    if tiles is None or (whole_tiles and any(product.weight[1] % tiles.tile for product in products)):
+    if tiles is None or (whole_tiles and any(product.weight.outputs % tiles.tile for product in products)):
         return None
     programs = _programs(tiles)
     return (tiles, programs) if programs else None
@@ -410,10 +427,6 @@ def _program_for(products: Sequence[PackedLinear], whole_tiles: bool = True) -> 
 def _check_room(past: int, rows: int, capacity: int) -> None:
     if not 0 < rows <= MOST_ROWS or past + rows > capacity:
         raise ValueError(f"{past} + {rows} rows: at most {MOST_ROWS} at once, and {capacity} in all")
-
-
-def _type_and_address(packed: Tensor) -> tuple[int, int]:
-    return TYPES.index(packed.dtype), packed.data_ptr()
 
 
 @cache

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.prefetched_linear import Kernel, kernel, narrowest, rounded
+from dflash_mini_lab.prefetched_linear import Kernel, PackedWeight, kernel, narrowest
 
 MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 PACK_ROWS_HINT = 8
@@ -30,9 +30,11 @@ FAR_BEHIND = 1.2
 """Times the time of the fastest."""
 MOST_COPIES = 64
 """Of one weight: a model whose weights are smaller than this makes them sits in cache when it runs, too."""
-PLAIN, ONEDNN, PREFETCHED, SCREENED = "plain", "oneDNN prepacked", "prefetched tiles", "16-bit screen"
-"""How weights are stored. A screened LM head reads a 16-bit copy to find the few rows worth an exact product (compiled.py)."""
+PLAIN, ONEDNN, PREFETCHED, ROUNDED, SCREENED = "plain", "oneDNN prepacked", "prefetched tiles", "8-bit tiles", "8-bit screen"
+"""How weights are stored. A screened LM head reads a copy in 8 bits to find the few rows worth an exact product (compiled.py)."""
 PREPACKED = (PREFETCHED, ONEDNN)
+OURS = (PREFETCHED, ROUNDED)
+"""Those that prefetched_linear.py multiplies."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _rates(storage: str, weights: list[Tensor], repeats: int, limit: float = flo
     """GB/s at each of MEASURED_ROWS, the median of `repeats` turns over them; one turn is enough to see that they take more than
     `limit` seconds for a GB. Weights are copied until they cannot sit in cache as they are stored."""
     first = weights[0]
-    stored_type = narrowest(first) if storage == PREFETCHED else first.dtype
+    stored_type = torch.int8 if storage == ROUNDED else narrowest(first) if storage == PREFETCHED else first.dtype
     count = max(1, min(MOST_COPIES, -(-BYTES_TO_DEFEAT_CACHE // (first.numel() * stored_type.itemsize))))
     pack, product = WAYS[storage]
     stored = [pack(weight) for weight in (*weights[:count], *(first.clone() for _ in range(count - len(weights))))]
@@ -149,12 +151,13 @@ def _seconds_for_a_gigabyte(rates: dict[int, float]) -> float:
     return sum(1 / rate for rate in rates.values())
 
 
-def screen_plan(weight: Tensor, plan: LinearPlan) -> LinearPlan:
-    """`plan`, or where it reads float32 tiles and reading 16-bit ones is faster summed over MEASURED_ROWS, one that screens
-    `weight` by those. Rates count the float32 bytes that they stand for, and so compare."""
-    if plan.storage != PREFETCHED:
+def rounded_plan(weights: list[Tensor], plan: LinearPlan, storage: str = ROUNDED) -> LinearPlan:
+    """`plan`, or where it reads our own tiles and reading 8-bit ones is faster summed over MEASURED_ROWS, one of those: of a
+    weight that may be rounded, or (SCREENED) of an LM head that they screen. Rates count the float32 bytes that they stand for,
+    and so compare."""
+    if plan.storage != PREFETCHED or plan.in_features % 2:
         return plan
-    coarse = replace(plan, storage=SCREENED, gigabytes_per_second=_rates(PREFETCHED, [rounded(weight)], 3))
+    coarse = replace(plan, storage=storage, gigabytes_per_second=_rates(ROUNDED, weights, 3))
     return coarse if sum(map(coarse.seconds, MEASURED_ROWS)) <= sum(map(plan.seconds, MEASURED_ROWS)) else plan
 
 
@@ -197,11 +200,15 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _pack_prefetched(weight: Tensor) -> tuple[Tensor, int]:
+def _pack_prefetched(weight: Tensor) -> PackedWeight:
     return _ours().pack(weight)
 
 
-def _prefetched(x: Tensor, weight: tuple[Tensor, int], bias: Tensor | None) -> Tensor:
+def _pack_rounded(weight: Tensor) -> PackedWeight:
+    return _ours().pack_bytes(weight)
+
+
+def _prefetched(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     return _ours().product(x, weight, bias)
 
 
@@ -216,5 +223,6 @@ WAYS: dict[str, tuple[Callable[[Tensor], Any], Product]] = {
     PLAIN: (lambda weight: weight, F.linear),
     ONEDNN: (_pack_onednn, _onednn),
     PREFETCHED: (_pack_prefetched, _prefetched),
+    ROUNDED: (_pack_rounded, _prefetched),
 }
 """For each storage but a screen, how a weight is put into it and the product that reads it."""

@@ -5,6 +5,10 @@ Here the weight lies in tiles of outputs, read from beginning to end, `BLOCK_BYT
 of the block after, so that reading goes on while the rows are multiplied. Rows that do not fit the registers at once take turns
 over a block, in equal parts, each asking for its part of the next one.
 
+A weight is kept in float32, in 16 bits where they lose nothing, or, where that is asked for, rounded to 8 bits with a scale for
+each output. Then the rows are rounded too, to as many bits as their sums leave (15 for 576 inputs), and sums are of whole
+numbers: one instruction multiplies two inputs by a weight's two and adds them up, and six rows take half the arithmetic.
+
 Each sum runs over the inputs in their order, whatever the number of rows: a token's values are the same bits whether it is
 decoded alone or verified in a block.
 """
@@ -14,24 +18,27 @@ import ctypes
 import sys
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_BYTES = 8192
 CACHE_LINE = 64
+MOST_OF_A_BYTE = 127
 _TO_L2 = 2
 """LLVM's locality of a prefetch: 3 is into the first cache, 0 past all."""
 
 # Some inputs' part of the sums of `rows` rows and one tile of outputs, Σ_k x[r, k] · w[k, tile], kept in registers. Meanwhile
 # `ahead` is asked for, `stride` bytes a step. Four steps are one turn of the loop: with weights of 16 bits it would hold as much
-# counting as arithmetic.
+# counting as arithmetic. Of 8 bits, an input here is a pair of them, and sums are scaled at the end.
 _ROWS = """
-define internal void @{type}_rows_{rows}(ptr %x, ptr %w, ptr %y, i64 %inputs, i64 %outputs, i64 %from, i64 %to,
-    ptr %ahead, i64 %stride) alwaysinline #0 {{
+define internal void @{type}_rows_{rows}(ptr %x, ptr %x_scales, ptr %w, ptr %w_scales, ptr %y, i64 %inputs, i64 %outputs,
+    i64 %from, i64 %to, ptr %ahead, i64 %stride) alwaysinline #0 {{
 start:
   %begins = icmp eq i64 %from, 0
+  %ends = icmp eq i64 %to, %inputs
   {starts}
   br label %loop
 loop:
@@ -47,45 +54,75 @@ loop:
   %asked_next = getelementptr i8, ptr %asked, i64 %stride
   %next = add nuw i64 %k, 1
   %more = icmp ult i64 %next, %to
-  br i1 %more, label %loop, label %end, !llvm.loop !0
+  br i1 %more, label %loop, label %end, !llvm.loop !{unrolled}
 end:
+  {scaling}
   {stores}
   ret void
 }}"""
 _START = """
   %yskip{r} = mul i64 %outputs, {r}
   %yat{r} = getelementptr float, ptr %y, i64 %yskip{r}
-  %earlier{r} = load {vector}, ptr %yat{r}, align 4
-  %begun{r} = select i1 %begins, {vector} zeroinitializer, {vector} %earlier{r}"""
+  %earlier{r} = load {total}, ptr %yat{r}, align 4
+  %begun{r} = select i1 %begins, {total} zeroinitializer, {total} %earlier{r}"""
 _PHI = """
-  %old{r} = phi {vector} [%begun{r}, %start], [%new{r}, %loop]"""
+  %old{r} = phi {total} [%begun{r}, %start], [%new{r}, %loop]"""
 _PREFETCH = """
   %line{n} = getelementptr i8, ptr %asked, i64 {place}
   call void @llvm.prefetch.p0(ptr %line{n}, i32 0, i32 {locality}, i32 1)"""
-_SUM = """
+_X_AT = """
   %xskip{r} = mul i64 %inputs, {r}
   %xplace{r} = add i64 %xskip{r}, %k
-  %xat{r} = getelementptr float, ptr %x, i64 %xplace{r}
+  %xat{r} = getelementptr float, ptr %x, i64 %xplace{r}"""
+_SUM = """
   %x{r} = load float, ptr %xat{r}
   %first{r} = insertelement {vector} poison, float %x{r}, i64 0
   %all{r} = shufflevector {vector} %first{r}, {vector} poison, <{tile} x i32> zeroinitializer
   %new{r} = call {vector} @llvm.fma.v{tile}f32({vector} %all{r}, {vector} %weights, {vector} %old{r})"""
 _STORE = """
-  store {vector} %new{r}, ptr %yat{r}, align 4"""
+  store {total} %new{r}, ptr %yat{r}, align 4"""
+_PAIR_SUM = """
+  %x{r} = load i32, ptr %xat{r}
+  %first{r} = insertelement {total} poison, i32 %x{r}, i64 0
+  %all{r} = shufflevector {total} %first{r}, {total} poison, {total} zeroinitializer
+  %pairs{r} = bitcast {total} %all{r} to <{numbers} x i16>
+  %wide{r} = sext <{numbers} x i16> %pairs{r} to <{numbers} x i32>
+  %products{r} = mul nsw <{numbers} x i32> %wide{r}, %weights
+  %evens{r} = shufflevector <{numbers} x i32> %products{r}, <{numbers} x i32> poison, {total} <{even}>
+  %odds{r} = shufflevector <{numbers} x i32> %products{r}, <{numbers} x i32> poison, {total} <{odd}>
+  %pair_sums{r} = add nsw {total} %evens{r}, %odds{r}
+  %new{r} = add nsw {total} %old{r}, %pair_sums{r}"""
+_PAIR_SCALING = """
+  %scales = load {vector}, ptr %w_scales, align 4"""
+_PAIR_STORE = """
+  %scale_at{r} = getelementptr float, ptr %x_scales, i64 {r}
+  %scale{r} = load float, ptr %scale_at{r}
+  %first_scale{r} = insertelement {vector} poison, float %scale{r}, i64 0
+  %all_scales{r} = shufflevector {vector} %first_scale{r}, {vector} poison, {total} zeroinitializer
+  %both_scales{r} = fmul {vector} %all_scales{r}, %scales
+  %whole{r} = sitofp {total} %new{r} to {vector}
+  %scaled{r} = fmul {vector} %whole{r}, %both_scales{r}
+  %unfinished{r} = bitcast {total} %new{r} to {vector}
+  %stored{r} = select i1 %ends, {vector} %scaled{r}, {vector} %unfinished{r}
+  store {vector} %stored{r}, ptr %yat{r}, align 4"""
 _WIDENING = {
     torch.float32: "%weights = fadd <{tile} x float> %stored, splat (float -0.0)",
     torch.float16: "%weights = fpext <{tile} x half> %stored to <{tile} x float>",
     torch.bfloat16: """%wide = zext <{tile} x i16> %stored to <{tile} x i32>
   %shifted = shl <{tile} x i32> %wide, splat (i32 16)
   %weights = bitcast <{tile} x i32> %shifted to <{tile} x float>""",
+    torch.int8: """%bytes = bitcast <{tile} x i16> %stored to <{numbers} x i8>
+  %weights = sext <{numbers} x i8> %bytes to <{numbers} x i32>""",
 }
-"""From what is stored to float32, exactly. (Adding -0 is no operation, and none is left of it.)"""
-_ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "i16"}
+"""From what is stored to float32, exactly; of 8 bits, to whole numbers. (Adding -0 is no operation, and none is left of it.)"""
+_ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "i16", torch.int8: "i16"}
+"""What is stored of an output at a step."""
 
 # Some tiles of a product, from `first` to before `end`. A block of inputs at a time stays in the first cache for all rows, `most`
 # of which are multiplied at once; every such pass asks for its share of the block that comes next.
 _TILES = """
-define internal void @{type}_tiles(ptr %x, ptr %w, ptr %y, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end) #0 {{
+define internal void @{type}_tiles(ptr %x, ptr %x_scales, ptr %w, ptr %w_scales, ptr %y, i64 %rows, i64 %inputs, i64 %outputs,
+    i64 %first, i64 %end) #0 {{
 start:
   %tile_size = mul i64 %inputs, {tile}
   %fuller = add i64 %rows, {most_less_one}
@@ -100,6 +137,7 @@ one_tile:
   %w_skip = mul i64 %tile, %tile_size
   %w_tile = getelementptr {element}, ptr %w, i64 %w_skip
   %column = mul i64 %tile, {tile}
+  %tile_scales = getelementptr float, ptr %w_scales, i64 %column
   br label %next_block
 next_block:
   %from = phi i64 [0, %one_tile], [%to, %block_done]
@@ -120,6 +158,7 @@ next_rows:
   %taken = udiv i64 %left_up, %passes_left
   %x_skip = mul i64 %row, %inputs
   %x_rows = getelementptr float, ptr %x, i64 %x_skip
+  %row_scales = getelementptr float, ptr %x_scales, i64 %row
   %y_skip = mul i64 %row, %outputs
   %y_place = add i64 %y_skip, %column
   %y_rows = getelementptr float, ptr %y, i64 %y_place
@@ -142,16 +181,69 @@ done:
 }}"""
 _CALL = """
 few_{rows}:
-  call void @{type}_rows_{rows}(ptr %x_rows, ptr %w_tile, ptr %y_rows, i64 %inputs, i64 %outputs, i64 %from, i64 %to,
-    ptr %ahead, i64 %stride)
+  call void @{type}_rows_{rows}(ptr %x_rows, ptr %row_scales, ptr %w_tile, ptr %tile_scales, ptr %y_rows, i64 %inputs,
+    i64 %outputs, i64 %from, i64 %to, ptr %ahead, i64 %stride)
   br label %rows_done"""
 
-# The same of a weight of any type; addresses are integers.
+# Rows as whole numbers of 16 bits, the largest input `most`, and a scale for each row.
+_ROUND = """
+define internal void @round_rows(ptr %x, ptr %scales, ptr %whole, i64 %rows, i64 %inputs) #0 {{
+start:
+  %bytes = mul i64 %inputs, {most_of_a_byte}
+  %fits = udiv i64 2147483647, %bytes
+  %most_input = call i64 @llvm.umin.i64(i64 %fits, i64 32767)
+  %most = uitofp i64 %most_input to float
+  br label %next_row
+next_row:
+  %row = phi i64 [0, %start], [%row_after, %row_done]
+  %some = icmp ult i64 %row, %rows
+  br i1 %some, label %one_row, label %done
+one_row:
+  %skip = mul i64 %row, %inputs
+  %x_row = getelementptr float, ptr %x, i64 %skip
+  %whole_row = getelementptr i16, ptr %whole, i64 %skip
+  br label %largest
+largest:
+  %k = phi i64 [0, %one_row], [%next, %largest]
+  %top = phi float [0x3810000000000000, %one_row], [%new_top, %largest]
+  %at = getelementptr float, ptr %x_row, i64 %k
+  %value = load float, ptr %at
+  %size = call float @llvm.fabs.f32(float %value)
+  %new_top = call nnan nsz float @llvm.maxnum.f32(float %size, float %top)
+  %next = add nuw i64 %k, 1
+  %more = icmp ult i64 %next, %inputs
+  br i1 %more, label %largest, label %scale
+scale:
+  %scale_at = getelementptr float, ptr %scales, i64 %row
+  %scale_of_row = fdiv float %new_top, %most
+  store float %scale_of_row, ptr %scale_at
+  %factor = fdiv float %most, %new_top
+  br label %round
+round:
+  %i = phi i64 [0, %scale], [%next_i, %round]
+  %from = getelementptr float, ptr %x_row, i64 %i
+  %exact = load float, ptr %from
+  %scaled = fmul float %exact, %factor
+  %near = call float @llvm.rint.f32(float %scaled)
+  %number = fptosi float %near to i32
+  %short = trunc i32 %number to i16
+  %to = getelementptr i16, ptr %whole_row, i64 %i
+  store i16 %short, ptr %to
+  %next_i = add nuw i64 %i, 1
+  %more_i = icmp ult i64 %next_i, %inputs
+  br i1 %more_i, label %round, label %row_done
+row_done:
+  %row_after = add i64 %row, 1
+  br label %next_row
+done:
+  ret void
+}}"""
+
+# The same of a weight of any type; addresses are integers. With 8 bits, `rounded` has room for the rows' scales and numbers.
 _ANY = """
-define void @tiles(i64 %type, i64 %x_at, i64 %w_at, i64 %y_at, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end) #0 {{
-  %x = inttoptr i64 %x_at to ptr
-  %w = inttoptr i64 %w_at to ptr
-  %y = inttoptr i64 %y_at to ptr
+define void @tiles(i64 %type, i64 %x_at, i64 %rounded_at, i64 %w_at, i64 %scales_at, i64 %y_at, i64 %rows, i64 %inputs,
+    i64 %outputs, i64 %first, i64 %end) #0 {{
+  {pointers}
   switch i64 %type, label %done [{cases}]
   {calls}
 done:
@@ -159,11 +251,22 @@ done:
 }}"""
 _ANY_CALL = """
 type_{type}:
-  call void @{type}_tiles(ptr %x, ptr %w, ptr %y, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end)
+  call void @{type}_tiles(ptr %x, ptr null, ptr %w, ptr null, ptr %y, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end)
   br label %done"""
+_BYTES_CALL = """
+type_{type}:
+  %whole = getelementptr float, ptr %rounded, i64 %rows
+  call void @round_rows(ptr %x, ptr %rounded, ptr %whole, i64 %rows, i64 %inputs)
+  %pairs = udiv i64 %inputs, 2
+  call void @{type}_tiles(ptr %whole, ptr %rounded, ptr %w, ptr %scales, ptr %y, i64 %rows, i64 %pairs, i64 %outputs, i64 %first,
+    i64 %end)
+  br label %done"""
+_POINTER = """
+  %{name} = inttoptr i64 %{name}_at to ptr"""
+_POINTERS = ("x", "rounded", "w", "scales", "y")
 
 # One thread's share of a product.
-_JOB = ("type", "x", "w", "y", "rows", "inputs", "outputs")
+_JOB = ("type", *_POINTERS, "rows", "inputs", "outputs")
 _SHARE = """
 define void @share(ptr %job) #0 {{
   {loads}
@@ -177,7 +280,14 @@ define void @share(ptr %job) #0 {{
   %end_part = mul i64 %tiles, %thread_after
   %first = udiv i64 %first_part, %threads
   %end = udiv i64 %end_part, %threads
-  call void @tiles(i64 %type, i64 %x, i64 %w, i64 %y, i64 %rows, i64 %inputs, i64 %outputs, i64 %first, i64 %end)
+  %numbers = mul i64 %rows, %inputs
+  %bytes_of_numbers = mul i64 %numbers, 2
+  %bytes_of_scales = mul i64 %rows, 4
+  %bytes_of_thread = add i64 %bytes_of_numbers, %bytes_of_scales
+  %rounded_skip = mul i64 %thread, %bytes_of_thread
+  %rounded_here = add i64 %rounded, %rounded_skip
+  call void @tiles(i64 %type, i64 %x, i64 %rounded_here, i64 %w, i64 %scales, i64 %y, i64 %rows, i64 %inputs, i64 %outputs,
+    i64 %first, i64 %end)
   ret void
 }}"""
 _LOAD = """
@@ -187,16 +297,21 @@ _MODULE = """
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare {vector} @llvm.fma.v{tile}f32({vector}, {vector}, {vector})
 declare i64 @llvm.umin.i64(i64, i64)
+declare float @llvm.fabs.f32(float)
+declare float @llvm.maxnum.f32(float, float)
+declare float @llvm.rint.f32(float)
 declare i32 @omp_get_thread_num()
 declare i32 @omp_get_num_threads()
 attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }}
 {functions}
 !0 = distinct !{{!0, !1}}
-!1 = !{{!"llvm.loop.unroll.count", i32 4}}"""
+!1 = !{{!"llvm.loop.unroll.count", i32 4}}
+!2 = distinct !{{!2, !3}}
+!3 = !{{!"llvm.loop.unroll.disable"}}"""
 TYPES = tuple(_ELEMENTS)
 """Of a packed weight; its place here is the number that `tiles` knows it by."""
 WIDE = 32, dict.fromkeys(TYPES, 12)
-NARROW = 16, {torch.float32: 4, torch.float16: 6, torch.bfloat16: 6}
+NARROW = 16, {torch.float32: 4, torch.float16: 6, torch.bfloat16: 6, torch.int8: 6}
 """Outputs of a tile, and rows multiplied at once by the type of the weight, with AVX-512 and without it. The sums of the rows fit
 into the registers: six rows at 16 outputs fill them, and widening a weight once for all six is worth more than an even split."""
 
@@ -207,25 +322,32 @@ def program(tile: int, most_rows: Mapping[torch.dtype, int]) -> str:
     functions = []
     vector = f"<{tile} x float>"
     for number, dtype in enumerate(TYPES):
-        size, most = tile * dtype.itemsize, most_rows[dtype]
+        pairs = dtype == torch.int8
+        size, most = tile * dtype.itemsize * (2 if pairs else 1), most_rows[dtype]
         counts = range(1, most + 1)
         common = {"type": f"t{number}", "tile": tile, "vector": vector, "element": _ELEMENTS[dtype], "size": size}
         common |= {"most": most, "most_less_one": most - 1, "block": BLOCK_BYTES // size}
         lines = enumerate(range(0, size, CACHE_LINE))
+        common |= {"total": f"<{tile} x i32>" if pairs else vector, "numbers": 2 * tile, "unrolled": 2 if pairs else 0}
+        places = [", ".join(f"i32 {place}" for place in range(first, 2 * tile, 2)) for first in (0, 1)]
+        common |= dict(zip(("even", "odd"), places, strict=True))
+        common["scaling"] = _PAIR_SCALING.format(**common) if pairs else ""
+        sums, store = (_PAIR_SUM, _PAIR_STORE) if pairs else (_SUM, _STORE)
         common["prefetches"] = "".join(_PREFETCH.format(n=n, place=place, locality=_TO_L2) for n, place in lines)
-        common["widening"] = _WIDENING[dtype].format(tile=tile)
+        common["widening"] = _WIDENING[dtype].format(**common)
         for rows in counts:
             parts = {
                 name: "".join(part.format(r=r, **common) for r in range(rows))
-                for name, part in (("starts", _START), ("phis", _PHI), ("sums", _SUM), ("stores", _STORE))
+                for name, part in (("starts", _START), ("phis", _PHI), ("sums", _X_AT + sums), ("stores", store))
             }
             functions.append(_ROWS.format(rows=rows, bytes=min(size, CACHE_LINE), **parts, **common))
         cases = " ".join(f"i64 {rows}, label %few_{rows}" for rows in counts)
         calls = "".join(_CALL.format(rows=rows, **common) for rows in counts)
         functions.append(_TILES.format(cases=cases, calls=calls, **common))
-    numbers = range(len(TYPES))
-    cases = " ".join(f"i64 {number}, label %type_t{number}" for number in numbers)
-    functions.append(_ANY.format(cases=cases, calls="".join(_ANY_CALL.format(type=f"t{number}") for number in numbers)))
+    cases = " ".join(f"i64 {number}, label %type_t{number}" for number in range(len(TYPES)))
+    calls = "".join((_BYTES_CALL if dtype == torch.int8 else _ANY_CALL).format(type=f"t{n}") for n, dtype in enumerate(TYPES))
+    functions.append(_ROUND.format(most_of_a_byte=MOST_OF_A_BYTE))
+    functions.append(_ANY.format(cases=cases, calls=calls, pointers="".join(_POINTER.format(name=name) for name in _POINTERS)))
     loads = "".join(_LOAD.format(n=n, name=name) for n, name in enumerate(_JOB))
     functions.append(_SHARE.format(tile=tile, loads=loads))
     return _MODULE.format(vector=vector, tile=tile, functions="\n".join(functions))
@@ -244,6 +366,40 @@ def rounded(weight: Tensor) -> Tensor:
     """The float32 `weight` in numbers that 16 bits hold: float16's, or where one is too large for it bfloat16's."""
     coarse = weight.half().float()
     return coarse if coarse.isfinite().all() else weight.bfloat16().float()
+
+
+def in_bytes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The float32 `rows [count, inputs]` as whole numbers (int8), and a scale for each row to multiply them by, `[count]`."""
+    scales = rows.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / MOST_OF_A_BYTE
+    return (rows / scales[:, None]).round_().to(torch.int8), scales
+
+
+def most_of_an_input(inputs: int) -> int:
+    """The largest whole number that stands for an input beside 8-bit weights: no sum of `inputs` products leaves 32 bits."""
+    return min(2**15 - 1, (2**31 - 1) // (MOST_OF_A_BYTE * inputs))
+
+
+class PackedWeight(NamedTuple):
+    """`tiles [outputs / tile, inputs, tile]`; of 8 bits `[outputs / tile, inputs / 2, tile, 2]` (int8) with a scale for each
+    output, `[outputs filled up]`."""
+
+    tiles: Tensor
+    outputs: int
+    scales: Tensor | None = None
+
+    @property
+    def inputs(self) -> int:
+        return self.tiles.shape[1] * (1 if self.scales is None else 2)
+
+    @property
+    def room(self) -> int:
+        """Outputs with those that fill up the last tile."""
+        return self.tiles.shape[0] * self.tiles.shape[2]
+
+    @property
+    def told(self) -> tuple[int, int, int]:
+        """What `tiles` is told of a weight: its type and two addresses."""
+        return TYPES.index(self.tiles.dtype), self.tiles.data_ptr(), 0 if self.scales is None else self.scales.data_ptr()
 
 
 class Kernel:
@@ -269,35 +425,46 @@ class Kernel:
         self.parallel.restype = None
         self._job = ctypes.c_int64 * len(_JOB)
 
-    def pack(self, weight: Tensor) -> tuple[Tensor, int]:
-        """The float32 `weight [outputs, inputs]` → tiles `[outputs / tile, inputs, tile]` of its narrowest type, the last filled
-        up with zeros, whose lines begin where cache lines do; and the number of outputs."""
-        outputs, inputs = weight.shape
-        tiles, dtype = -(-outputs // self.tile), narrowest(weight)
-        line = CACHE_LINE // dtype.itemsize  # in elements
-        room = torch.zeros(tiles * self.tile * inputs + line, dtype=dtype)
-        offset = -(room.data_ptr() // dtype.itemsize) % line
-        packed = room[offset : offset + tiles * self.tile * inputs].view(tiles, inputs, self.tile)
-        whole = outputs // self.tile
-        packed[:whole] = weight[: whole * self.tile].view(whole, self.tile, inputs).transpose(1, 2)
-        if rest := outputs % self.tile:
-            packed[-1, :, :rest] = weight[-rest:].T
-        return packed, outputs
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """The float32 `weight [outputs, inputs]` in its narrowest type."""
+        return PackedWeight(self._tiles(weight[:, :, None].to(narrowest(weight)))[..., 0], len(weight))
 
-    def product(self, x: Tensor, weight: tuple[Tensor, int], bias: Tensor | None) -> Tensor:
+    def pack_bytes(self, weight: Tensor) -> PackedWeight:
+        """The float32 `weight [outputs, inputs]`, of an even number of inputs, rounded to 8 bits."""
+        whole, scales = in_bytes(weight)
+        tiles = self._tiles(whole.view(len(weight), -1, 2))
+        filled = F.pad(scales, (0, tiles.shape[0] * self.tile - len(weight)))
+        return PackedWeight(tiles, len(weight), filled)
+
+    def _tiles(self, weight: Tensor) -> Tensor:
+        """`[outputs, steps, width]` → `[outputs / tile, steps, tile, width]`, the last filled up with zeros; lines begin where
+        cache lines do."""
+        outputs, steps, width = weight.shape
+        count = -(-outputs // self.tile)
+        line = CACHE_LINE // weight.itemsize  # in elements
+        room = weight.new_zeros(count * self.tile * steps * width + line)
+        offset = -(room.data_ptr() // weight.itemsize) % line
+        tiles = room[offset : len(room) - line + offset].view(count, steps, self.tile, width)
+        whole = outputs // self.tile
+        tiles[:whole] = weight[: whole * self.tile].view(whole, self.tile, steps, width).transpose(1, 2)
+        if rest := outputs % self.tile:
+            tiles[-1, :, :rest] = weight[-rest:].transpose(0, 1)
+        return tiles
+
+    def product(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """`x [..., inputs] → x Wᵀ + b [..., outputs]` of a packed weight, by as many threads as PyTorch uses."""
-        packed, outputs = weight
-        tiles, inputs, tile = packed.shape
+        inputs, outputs = weight.inputs, weight.room
         if x.dtype != torch.float32 or x.shape[-1] != inputs:
             raise ValueError(f"{x.dtype} inputs {tuple(x.shape)} for a float32 product of {inputs}")
         x = x.contiguous()
-        y = x.new_empty(*x.shape[:-1], tiles * tile)
-        threads, number = torch.get_num_threads(), TYPES.index(packed.dtype)
-        addresses = x.data_ptr(), packed.data_ptr(), y.data_ptr()
-        job = self._job(number, *addresses, x.numel() // inputs, inputs, tiles * tile)
+        y = x.new_empty(*x.shape[:-1], outputs)
+        rows, threads = x.numel() // inputs, torch.get_num_threads()
+        number, *weight_at = weight.told
+        rounded_at = x.new_empty(0 if weight.scales is None else threads * rows * (1 + inputs // 2))
+        job = self._job(number, x.data_ptr(), rounded_at.data_ptr(), *weight_at, y.data_ptr(), rows, inputs, outputs)
         self.parallel(self._share, ctypes.addressof(job), threads, 0)
-        if tiles * tile != outputs:
-            y = y[..., :outputs].contiguous()
+        if outputs != weight.outputs:
+            y = y[..., : weight.outputs].contiguous()
         return y if bias is None else y.add_(bias)
 
 

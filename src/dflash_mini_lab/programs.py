@@ -1,4 +1,5 @@
-"""The programs of compiled.py: what each thread does for one call. A weight is two numbers, its type and its address.
+"""The programs of compiled.py: what each thread does for one call. A weight is three numbers: its type, its address, and that of
+its outputs' scales where it has 8 bits; `rounded_at` is then room for a thread's rows, rounded, of `rounded_bytes` each thread.
 
 Importing this compiles it, or reads what an earlier process compiled; LLVM must know by then the symbols that it names
 (`compiled._programs`). Sums may be regrouped into vectors, never by the number of rows.
@@ -22,24 +23,24 @@ LAYERS = (
     *("tile", "float32", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "biased", "attending"),
     *("history", "weights_at", "norms_at", "places_of_kind_at", "qkv_biases_at", "qk_norms_at", "kernels_at"),
     *("stream_at", "norm_at", "qkv_at", "queries_at", "scores_at", "sums_at", "mixed_at", "added_at", "gate_up_at", "act_at"),
-    "eps",
+    *("rounded_at", "rounded_bytes", "eps"),
 )
 CONTEXT_CALL = (*EVERY, "features_at", "fused_at", "rotation_at", "memory_at")
 CONTEXT = (
     *("tile", "features", "hidden", "layers", "kv_heads", "head_dim"),
-    *("weights_at", "norm_at", "k_norm_at", "projected_at", "kv_at", "eps"),
+    *("weights_at", "norm_at", "k_norm_at", "projected_at", "kv_at", "rounded_at", "rounded_bytes", "eps"),
 )
 HEAD_CALL = ("threads", "rows", "vocabulary", "x_at", "ids_at")
 HEAD = (
-    *("tile", "hidden", "outputs", "screen_at", "weight_at"),
-    *("screened_at", "block_tops_at", "tops_at", "logits_at", "lost"),
+    *("tile", "hidden", "outputs", "screen_at", "weight_at", "lost_at", "lost_of_block_at"),
+    *("screened_at", "tops_at", "least_at", "logits_at", "rounded_at", "rounded_bytes", "lost_by_inputs"),
 )
 SCORES_CALL = ("threads", "rows", "x_at", "scores_at", "best_ids_at", "best_scores_at")
 SCORES = (
     *("tile", "hidden", "outputs", "vocabulary", "candidates", "weight_at", "ids_at"),
-    *("columns_at", "kept_at"),
+    *("columns_at", "kept_at", "rounded_at", "rounded_bytes"),
 )
-FLOATS = ("eps", "lost")
+FLOATS = ("eps", "lost_by_inputs")
 
 
 def job(*names: str) -> np.dtype:
@@ -56,15 +57,15 @@ if llvm.get_host_cpu_features().get("avx512f"):  # LLVM's default for many of th
 f32 = np.float32
 BLOCK = 64
 """Numbers whose largest is looked at first, where few of many are wanted."""
-AT_ONCE = 64
-"""Tiles of a head whose products are looked at while they are in cache; some BLOCKs."""
+BLOCKS_AT_ONCE = 16
+"""Of a head, whose products are looked at while they are in cache."""
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 number_of_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 """It may be fewer than were asked for."""
 barrier = types.ExternalFunction("GOMP_barrier", types.void())
-multiply_tiles = types.ExternalFunction("dflash_tiles", types.void(*[types.int64] * 9))
-"""`multiply_tiles(type of the weight, x, weight, y, rows, inputs, outputs, first tile, end tile)`; addresses are numbers. A job's
-`float32` is that type's number."""
+multiply_tiles = types.ExternalFunction("dflash_tiles", types.void(*[types.int64] * 11))
+"""`multiply_tiles(type of the weight, x, room for x rounded, weight, its scales, y, rows, inputs, outputs, first tile, end
+tile)`; addresses are numbers. A job's `float32` is that type's number."""
 compiled = njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy", cache=True)
 
 
@@ -174,9 +175,9 @@ def tile_values(values, first, end, tiles):  # positions first … end - 1: a we
 
 
 @compiled
-def multiply(weight, x_at, y_at, rows, inputs, outputs, tile, thread, threads):  # this thread's tiles of x · weightᵀ
+def multiply(weight, x_at, rounded_at, y_at, rows, inputs, outputs, tile, thread, threads):  # this thread's tiles of x · weightᵀ
     first, end = share(outputs // tile, thread, threads)
-    multiply_tiles(weight[0], x_at, weight[1], y_at, rows, inputs, outputs, first, end)
+    multiply_tiles(weight[0], x_at, rounded_at, weight[1], weight[2], y_at, rows, inputs, outputs, first, end)
 
 
 @compiled
@@ -210,7 +211,7 @@ def layers_program(job_at):
     rotation = carray(pointer(job.rotation_at), (rows, d), f32)
     hiding = carray(pointer(job.hiding_at), (rows, rows), f32)
     taps = carray(pointer(job.sorted_taps_at), (job.taps, 2), np.int64)  # the layer, and its place among the features
-    weights = carray(pointer(job.weights_at), (job.layers, 4, 2), np.int64)
+    weights = carray(pointer(job.weights_at), (job.layers, 4, 3), np.int64)
     norms = carray(pointer(job.norms_at), (2 * job.layers + 1, hidden), f32)
     # Of the layer in its kind: n the n-th that attends, -1 - n the n-th that convolves.
     place_of_kind = carray(pointer(job.places_of_kind_at), (job.layers,), np.int64)
@@ -229,6 +230,7 @@ def layers_program(job_at):
     gate_up = carray(pointer(job.gate_up_at), (rows, 2 * inner), f32)
     act = carray(pointer(job.act_at), (rows, inner), f32)
     stream_at, norm_at = job.stream_at + thread * 4 * rows * hidden, job.norm_at + thread * 4 * rows * hidden
+    rounded_at = job.rounded_at + thread * job.rounded_bytes
     stream, normed = carray(pointer(stream_at), (rows, hidden), f32), carray(pointer(norm_at), (rows, hidden), f32)
     # Attention is two products for each key and value head, of its queries and the keys and of the scores and the values.
     end, positions, wide_d = past + rows, whole_tiles(job.capacity, tile), whole_tiles(d, tile)
@@ -252,7 +254,8 @@ def layers_program(job_at):
             normalise(stream[r], norms[2 * layer], eps, normed[r])
         kind = place_of_kind[layer]
         attends = kind >= 0
-        multiply(weights[layer, 0], norm_at, job.qkv_at, rows, hidden, wide if attends else 3 * hidden, tile, thread, threads)
+        width = wide if attends else 3 * hidden
+        multiply(weights[layer, 0], norm_at, rounded_at, job.qkv_at, rows, hidden, width, tile, thread, threads)
         barrier()
         if not attends:
             convolution = -1 - kind
@@ -285,7 +288,8 @@ def layers_program(job_at):
                 if count <= 0:
                     continue
                 keys_at, values_at = key_tiles[kind, of_head].ctypes.data, value_tiles[kind, of_head].ctypes.data
-                multiply_tiles(job.float32, job.queries_at + first * 4 * d, keys_at, scores_at, count, d, run, 0, run // tile)
+                queries_at = job.queries_at + first * 4 * d
+                multiply_tiles(job.float32, queries_at, 0, keys_at, 0, scores_at, count, d, run, 0, run // tile)
                 for n in range(count):
                     r = (first + n) % rows
                     seen = past + (rows if job.branching else r + 1)
@@ -295,24 +299,24 @@ def layers_program(job_at):
                     scores[n, seen:] = f32(0)
                 for t in range(wide_d // tile):
                     tile_at = values_at + t * 4 * positions * tile
-                    multiply_tiles(job.float32, scores_at, tile_at, sums_at + t * 4 * tile, count, run, wide_d, 0, 1)
+                    multiply_tiles(job.float32, scores_at, 0, tile_at, 0, sums_at + t * 4 * tile, count, run, wide_d, 0, 1)
                 for n in range(count):
                     h, r = (first + n) // rows, (first + n) % rows
                     mixed[r, h * d : (h + 1) * d] = sums[n, :d]
         barrier()
         width = heads * d if attends else hidden
-        multiply(weights[layer, 1], job.mixed_at, job.added_at, rows, width, hidden, tile, thread, threads)
+        multiply(weights[layer, 1], job.mixed_at, rounded_at, job.added_at, rows, width, hidden, tile, thread, threads)
         barrier()
         for r in range(rows):
             add(stream[r], added[r])
             normalise(stream[r], norms[2 * layer + 1], eps, normed[r])
-        multiply(weights[layer, 2], norm_at, job.gate_up_at, rows, hidden, 2 * inner, tile, thread, threads)
+        multiply(weights[layer, 2], norm_at, rounded_at, job.gate_up_at, rows, hidden, 2 * inner, tile, thread, threads)
         barrier()
         for r in range(rows):
             ups = gate_up[r, inner + first_gate : inner + end_gate]
             gate(gate_up[r, first_gate:end_gate], ups, act[r, first_gate:end_gate])
         barrier()
-        multiply(weights[layer, 3], job.act_at, job.added_at, rows, inner, hidden, tile, thread, threads)
+        multiply(weights[layer, 3], job.act_at, rounded_at, job.added_at, rows, inner, hidden, tile, thread, threads)
         barrier()
         for r in range(rows):
             add(stream[r], added[r])
@@ -329,8 +333,8 @@ def context_program(job_at):
     job = carray(job_at, 1)[0]
     thread, threads, tile = thread_number(), number_of_threads(), job.tile
     rows, past, hidden, d, eps = job.rows, job.past, job.hidden, job.head_dim, f32(job.eps)
-    heads = job.layers * job.kv_heads
-    weights = carray(pointer(job.weights_at), (2, 2), np.int64)
+    heads, rounded_at = job.layers * job.kv_heads, job.rounded_at + thread * job.rounded_bytes
+    weights = carray(pointer(job.weights_at), (2, 3), np.int64)
     norm = carray(pointer(job.norm_at), (hidden,), f32)
     k_norm = carray(pointer(job.k_norm_at), (heads, d), f32)
     rotation = carray(pointer(job.rotation_at), (rows, d), f32)
@@ -341,12 +345,12 @@ def context_program(job_at):
     first_row, end_row = share(rows, thread, threads)
     first_head, end_head = share(heads, thread, threads)
 
-    multiply(weights[0], job.features_at, job.projected_at, rows, job.features, hidden, tile, thread, threads)
+    multiply(weights[0], job.features_at, rounded_at, job.projected_at, rows, job.features, hidden, tile, thread, threads)
     barrier()
     for r in range(first_row, end_row):
         normalise(projected[r], norm, eps, fused[r])
     barrier()
-    multiply(weights[1], job.fused_at, job.kv_at, rows, hidden, 2 * heads * d, tile, thread, threads)
+    multiply(weights[1], job.fused_at, rounded_at, job.kv_at, rows, hidden, 2 * heads * d, tile, thread, threads)
     barrier()
     for h in range(first_head, end_head):
         layer, head = h // job.kv_heads, h % job.kv_heads
@@ -361,39 +365,43 @@ def head_program(job_at):
     job = carray(job_at, 1)[0]
     thread, threads, tile = thread_number(), number_of_threads(), job.tile
     rows, hidden, outputs = job.rows, job.hidden, job.outputs
+    blocks, tiles_of_block = (outputs + BLOCK - 1) // BLOCK, BLOCK // tile
     x = carray(pointer(job.x_at), (rows, hidden), f32)
-    screen = carray(pointer(job.screen_at), (2,), np.int64)
+    screen = carray(pointer(job.screen_at), (3,), np.int64)
     weight = carray(pointer(job.weight_at), (job.vocabulary, hidden), f32)
+    lost = carray(pointer(job.lost_at), (outputs,), f32)
+    lost_of_block = carray(pointer(job.lost_of_block_at), (blocks,), f32)
     screened = carray(pointer(job.screened_at), (rows, outputs), f32)
-    tops = carray(pointer(job.tops_at), (threads, rows), f32)
+    tops = carray(pointer(job.tops_at), (rows, blocks), f32)
+    least = carray(pointer(job.least_at), (threads, rows), f32)
     logits = carray(pointer(job.logits_at), (threads, rows), f32)
     ids = carray(pointer(job.ids_at), (job.threads + 1, rows), np.int64)
-    block_tops = carray(pointer(job.block_tops_at), (threads, rows, outputs // BLOCK + 1), f32)
-    first_tile, end_tile = share(outputs // tile, thread, threads)
-    first, end = min(first_tile * tile, job.vocabulary), min(end_tile * tile, job.vocabulary)
+    rounded_at = job.rounded_at + thread * job.rounded_bytes
+    first_block, end_block = share(blocks, thread, threads)
 
-    tops[thread] = f32(-np.inf)
-    for tiles in range(first_tile, end_tile, AT_ONCE):
-        tiles_end = min(tiles + AT_ONCE, end_tile)
-        multiply_tiles(screen[0], job.x_at, screen[1], job.screened_at, rows, hidden, outputs, tiles, tiles_end)
+    least[thread] = f32(-np.inf)
+    for some in range(first_block, end_block, BLOCKS_AT_ONCE):
+        some_end = min(some + BLOCKS_AT_ONCE, end_block)
+        first, end = some * tiles_of_block, min(some_end * tiles_of_block, outputs // tile)
+        multiply_tiles(screen[0], job.x_at, rounded_at, screen[1], screen[2], job.screened_at, rows, hidden, outputs, first, end)
         for r in range(rows):
-            for start in range(tiles * tile, min(tiles_end * tile, end), BLOCK):
-                top = largest(screened[r, start : min(start + BLOCK, end)])
-                block_tops[thread, r, (start - first) // BLOCK] = top
-                tops[thread, r] = max(tops[thread, r], top)
+            norm = np.sqrt(dot(x[r], x[r]))
+            for block in range(some, some_end):
+                tops[r, block] = largest(screened[r, block * BLOCK : min((block + 1) * BLOCK, job.vocabulary)])
+                least[thread, r] = max(least[thread, r], tops[r, block] - norm * lost_of_block[block])
     barrier()
     for r in range(rows):
-        least = largest(tops[:, r]) - f32(2 * job.lost) * np.sqrt(dot(x[r], x[r]))
+        norm, lost_by_x = np.sqrt(dot(x[r], x[r])), f32(2 * job.lost_by_inputs) * largest(np.abs(x[r]))
+        enough = largest(least[:, r]) - lost_by_x
         logits[thread, r], ids[thread, r] = f32(-np.inf), 0
-        for start in range(first, end, BLOCK):
-            if block_tops[thread, r, (start - first) // BLOCK] >= least:
-                block = screened[r, start : min(start + BLOCK, end)]
-                for place in range(len(block)):
-                    if block[place] >= least:
-                        token = start + place
-                        logit = dot(x[r], weight[token])
-                        if logit > logits[thread, r]:
-                            logits[thread, r], ids[thread, r] = logit, token
+        for block in range(first_block, end_block):
+            if tops[r, block] + norm * lost_of_block[block] < enough:
+                continue
+            for token in range(block * BLOCK, min((block + 1) * BLOCK, job.vocabulary)):
+                if screened[r, token] + norm * lost[token] >= enough:
+                    logit = dot(x[r], weight[token])
+                    if logit > logits[thread, r]:
+                        logits[thread, r], ids[thread, r] = logit, token
     barrier()
     if thread == 0:
         for r in range(rows):
@@ -423,7 +431,8 @@ def scores_program(job_at):
     job = carray(job_at, 1)[0]
     thread, threads, tile = thread_number(), number_of_threads(), job.tile
     rows, hidden, outputs, candidates = job.rows, job.hidden, job.outputs, job.candidates
-    weight = carray(pointer(job.weight_at), (2,), np.int64)
+    weight = carray(pointer(job.weight_at), (3,), np.int64)
+    rounded_at = job.rounded_at + thread * job.rounded_bytes
     ids = carray(pointer(job.ids_at), (job.vocabulary,), np.int64)
     scores = carray(pointer(job.scores_at), (rows, outputs), f32)
     columns = carray(pointer(job.columns_at), (threads, rows, candidates), np.int64)
@@ -433,13 +442,14 @@ def scores_program(job_at):
     first_tile, end_tile = share(outputs // tile, thread, threads)
     first_row, end_row = share(rows, thread, threads)
     end = min(end_tile * tile, job.vocabulary)
+    at_once = BLOCKS_AT_ONCE * BLOCK // tile
 
     columns[thread], kept[thread] = 0, f32(-np.inf)
-    for tiles in range(first_tile, end_tile, AT_ONCE):
-        tiles_end = min(tiles + AT_ONCE, end_tile)
-        multiply_tiles(weight[0], job.x_at, weight[1], job.scores_at, rows, hidden, outputs, tiles, tiles_end)
+    for first in range(first_tile, end_tile, at_once):
+        last = min(first + at_once, end_tile)
+        multiply_tiles(weight[0], job.x_at, rounded_at, weight[1], weight[2], job.scores_at, rows, hidden, outputs, first, last)
         for r in range(rows):
-            for start in range(tiles * tile, min(tiles_end * tile, end), BLOCK):
+            for start in range(first * tile, min(last * tile, end), BLOCK):
                 keep_best(scores[r, start : min(start + BLOCK, end)], start, columns[thread, r], kept[thread, r])
     barrier()
     for r in range(first_row, end_row):  # the lower columns are the lower threads'

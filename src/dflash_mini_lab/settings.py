@@ -19,8 +19,13 @@ CANONICAL_TARGET = "lfm2.5-350m"
 TINY_TARGET = "tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 PEERS = ("generate", "prompt-lookup")
-FULL_LOGITS, NO_BONUS, FULL_VOCABULARY, STOCK_LINEAR = ("full-logits", "no-bonus", "full-vocabulary", "stock-linear")
-ABLATIONS = (FULL_LOGITS, NO_BONUS, FULL_VOCABULARY, STOCK_LINEAR)
+FULL_LOGITS, NO_BONUS, FULL_VOCABULARY, EXACT_DRAFTER, STOCK_LINEAR = ABLATIONS = (
+    "full-logits",
+    "no-bonus",
+    "full-vocabulary",
+    "exact-drafter",
+    "stock-linear",
+)
 """What a run can leave out of what makes it fast (docs/performance.md). The text stays the same."""
 AXES = ("lab", "target", "path", "dtype", "device", "drafter", "machine", "threads", "software", "prompts", "ablations")
 """What `compare --across` may name, beside the name of any setting."""
@@ -343,8 +348,9 @@ def convert(option: Option, text: str, name: str) -> Any:
 def refuse_contradictions(settings: Settings) -> None:
     if settings.target == TINY_TARGET and settings.device != "cpu":
         raise ValueError(f"--target {TINY_TARGET}: it runs on NumPy alone; python run_cpu.py --target {TINY_TARGET} measures it.")
-    if STOCK_LINEAR in settings.ablate and settings.device != "cpu":
-        raise ValueError(f"--ablate {STOCK_LINEAR}: on a GPU every linear layer is the stock one already; leave it out.")
+    if settings.device != "cpu":
+        for name in sorted({STOCK_LINEAR, EXACT_DRAFTER} & set(settings.ablate)):
+            raise ValueError(f"--ablate {name}: on a GPU every linear layer is the stock one already; leave it out.")
     if settings.prepare and settings.download_only:
         raise ValueError("--prepare and --download-only exclude each other.")
     if settings.tune and not settings.calibration_prompt_limit:

@@ -15,7 +15,7 @@ from dflash_mini_lab.benchmark.engine import Engine, Model
 from dflash_mini_lab.catalog import Entry, resolve
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit, vocabulary_digest
 from dflash_mini_lab.measurement.cost_curve import SMALLEST_WIDEST
-from dflash_mini_lab.settings import FULL_LOGITS, FULL_VOCABULARY, STOCK_LINEAR, Settings
+from dflash_mini_lab.settings import EXACT_DRAFTER, FULL_LOGITS, FULL_VOCABULARY, STOCK_LINEAR, Settings
 from dflash_mini_lab.targets.weights import resolved_revision
 from dflash_mini_lab.types import Heads, UserError
 
@@ -81,10 +81,8 @@ def load_model(settings: Settings, say: Say) -> Model:
         if checkpoint:
             from dflash_mini_lab.drafters.block import BlockDrafter
 
-            head = head[: loaded.vocabulary]
-            drafter = BlockDrafter(
-                *checkpoint, embedding, head, capacity, measure, target.plans, heads=heads, crossings=target.crossings
-            )
+            tables, exact = (embedding, head[: loaded.vocabulary]), EXACT_DRAFTER in settings.ablate
+            drafter = BlockDrafter(*checkpoint, *tables, capacity, measure, exact, target.plans, heads, target.crossings)
         block_size, taps = (drafter.block_size, drafter.taps) if drafter else (1, ())
         decode = target.prepare_steps(range(1, max(block_size, SMALLEST_WIDEST) + 1), taps)
 

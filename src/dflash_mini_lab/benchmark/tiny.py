@@ -15,7 +15,7 @@ from dflash_mini_lab.catalog import Entry
 from dflash_mini_lab.drafters.layout import check_fit
 from dflash_mini_lab.drafters.numpy_block import NumpyBlockDrafter, load_arrays
 from dflash_mini_lab.exactness import LogitsOf, StockSteps
-from dflash_mini_lab.settings import FULL_LOGITS, STOCK_LINEAR, Settings
+from dflash_mini_lab.settings import EXACT_DRAFTER, FULL_LOGITS, STOCK_LINEAR, Settings
 from dflash_mini_lab.targets import tiny
 from dflash_mini_lab.targets.tiny_reference import PlainReference
 from dflash_mini_lab.targets.tiny_target import TinyTarget
@@ -30,8 +30,8 @@ def load_tiny(settings: Settings, entry: Entry, say: Callable[[str], None]) -> M
         raise UserError(f"--dtype {settings.dtype}: the {entry.name} reference runs in float32 only.")
     if settings.peers:
         raise UserError(f"--peers: they are transformers' own, and the {entry.name} reference does without it; leave them out.")
-    if STOCK_LINEAR in settings.ablate:
-        raise UserError(f"--ablate {STOCK_LINEAR}: the {entry.name} reference has NumPy's products only; leave it out.")
+    for name in sorted({STOCK_LINEAR, EXACT_DRAFTER} & set(settings.ablate)):
+        raise UserError(f"--ablate {name}: the {entry.name} reference has NumPy's products only; leave it out.")
     folder = artifacts.locate(settings, entry.name, say)
     if folder is None:
         raise UserError(f"artifacts/{entry.name} is not here; restore it with: git checkout -- artifacts/{entry.name}")

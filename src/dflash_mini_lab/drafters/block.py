@@ -2,8 +2,8 @@
 
 Fused target features enter every layer as keys and values (arXiv 2602.06036). The context never contains the anchor's own
 feature, which does not exist yet; its keys and values are kept and grow by the kept rows of each round, the block's own are
-overwritten. Weights in the published layout (layout.py); the embedding and the LM head are the target's, frozen. Where the
-lab's own product runs it, the head is rounded to 16 bits, less than training rounds it, and read in half the time.
+overwritten. Weights in the published layout (layout.py); the embedding and the LM head are the target's, frozen. Where the lab's
+own product runs them, weights and head are rounded to 8 bits, a scale for each row: a draft need not be exact, only fast.
 
 A drafter with a width of its own projects the embeddings, and its output projection is multiplied into the head's rows once: a
 draft then reads a head as narrow as the drafter. One with a feature window attends to the last positions of its context only.
@@ -23,8 +23,7 @@ from dflash_mini_lab.compiled import MOST_ROWS, AttentionLayer, compiled_context
 from dflash_mini_lab.crossings import Crossings, on_host
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit
 from dflash_mini_lab.norms import RMSNorm
-from dflash_mini_lab.packed_linear import PREFETCHED, SCREENED, LinearPlan, PackedLinear, measure_plan, stock_plan
-from dflash_mini_lab.prefetched_linear import rounded
+from dflash_mini_lab.packed_linear import SCREENED, LinearPlan, PackedLinear, measure_plan, rounded_plan, stock_plan
 from dflash_mini_lab.rotary import interleaved_rows, rotate, rotation_table
 from dflash_mini_lab.scores import best
 from dflash_mini_lab.types import NO_HEADS, Heads, JumpHead, Session
@@ -120,13 +119,15 @@ class BlockDrafter:
         head_weight: Tensor,
         max_positions: int,
         measure: bool = True,
+        exact: bool = False,
         known_plans: Sequence[LinearPlan] = (),
         heads: Heads = NO_HEADS,
         crossings: Crossings | None = None,
     ) -> None:
-        """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products; `known_plans`: the
-        target's, which serve the shapes that both have (not a screened head's: a draft needs every logit); `heads`: as
-        drafters/heads.py loads them for this config; `crossings`: the target's, where what crosses is counted together."""
+        """`embedding`, `head_weight [vocabulary, hidden]`: the target's own. `measure=False`: stock products; `exact`: no weight
+        is rounded; `known_plans`: the target's, for the shapes that both have (not a screened head's: a draft needs every logit);
+        `heads`: as drafters/heads.py loads them for this config; `crossings`: the target's, where what crosses is counted
+        together."""
         check_fit(config, *embedding.shape)
         dtype, device = embedding.dtype, embedding.device
         self.config, self.embedding, self.crossings = config, embedding, crossings or Crossings()
@@ -147,20 +148,18 @@ class BlockDrafter:
         sources["context_kv"] = _context_weights(config, tensors)
         if heads.jump:
             sources |= {f"jump.{part}": torch.from_numpy(getattr(heads.jump, part)).to(embedding) for part in ("up", "down")}
-        exact = sources["head"]
-        if dtype == torch.float32:
-            sources["head"] = rounded(exact)
         by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for weight in sources.values():
             by_shape[tuple(weight.shape)].append(weight)
         known: dict[tuple[int, ...], LinearPlan] = {
             (plan.out_features, plan.in_features): plan for plan in known_plans if plan.storage != SCREENED
         }
-        new = {shape: measure_plan(ws) if measure else stock_plan(ws[0]) for shape, ws in by_shape.items() if shape not in known}
-        self.plans: list[LinearPlan] = list(new.values())
-        plans = {**known, **new}
-        if plans[tuple(exact.shape)].storage != PREFETCHED:
-            sources["head"] = exact
+        plans = {
+            shape: known.get(shape) or (measure_plan(ws) if measure else stock_plan(ws[0])) for shape, ws in by_shape.items()
+        }
+        if measure and not exact:
+            plans = {shape: rounded_plan(by_shape[shape], plan) for shape, plan in plans.items()}
+        self.plans: list[LinearPlan] = [plan for plan in plans.values() if plan not in known_plans]
         linear = {name: PackedLinear(weight, None, plans[tuple(weight.shape)]) for name, weight in sources.items()}
         self.fc, self.head, self.input = linear["fc"], linear["head"], linear.get("input")
         self.context_kv = linear["context_kv"]

@@ -161,7 +161,7 @@ def head(benchmark: Benchmark) -> str:
     width = 4 if benchmark["target"]["dtype"] == "float32" else 2
     gigabytes = plan["out_features"] * plan["in_features"] * width / 1e9
     screened = "screen" in plan["storage"]
-    what = "screened in 16 bits" if screened else f"read in full ({plan['storage']})"
+    what = f"screened in {plan['storage'].split('-')[0]} bits" if screened else f"read in full ({plan['storage']})"
     took = "the screen, without the exact rows behind it, took" if screened else "it took"
     return (
         f"In this run the LM head of {plan['out_features']:,} × {plan['in_features']} was {what}. When the layers were planned, "

@@ -22,7 +22,7 @@ from dflash_mini_lab.packed_linear import (
     PackedLinear,
     measure_plan,
     padded_rows,
-    screen_plan,
+    rounded_plan,
     unscreened,
 )
 from dflash_mini_lab.rotary import interleaved_rows
@@ -123,7 +123,7 @@ def _plans(model: Any, measure: bool, screen: bool) -> dict[tuple[int, ...], Lin
         sample = _sample(model, shape)
         plan = measure_plan(sample)
         if screen and shape == tuple(head.shape) and model.lm_head.bias is None and can_compile():
-            plan = screen_plan(sample[0], plan)
+            plan = rounded_plan(sample[:1], plan, SCREENED)
         measured[shape] = replace(plan, out_features=shape[0])
         give_back_memory()
     return measured

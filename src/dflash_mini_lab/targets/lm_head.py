@@ -38,7 +38,7 @@ class FullHead:
 
 
 class ScreenedHead:
-    """`weight [vocabulary, hidden]` float32, of which a greedy token reads a 16-bit copy (compiled.py)."""
+    """`weight [vocabulary, hidden]` float32, of which a greedy token reads a copy in 8 bits (compiled.py)."""
 
     def __init__(self, weight: Tensor, screened: CompiledHead) -> None:
         self.weight, self._screened = weight, screened
