@@ -148,7 +148,8 @@ def test_candidates_of_equal_score_come_in_the_order_of_their_columns() -> None:
     """As the first choice alone does, and a search through the full logits: or two methods would differ by a tie."""
     embedding, _ = target_tables()
     drafter = BlockDrafter(CONFIG, dict(trained_looking_model().state_dict()), embedding, embedding[:1].repeat(50, 1), 64, False)
-    draft = BlockDraft(drafter.start(FixedFeatures(torch.ones(0, HIDDEN)), 64), [10], torch.ones(3, HIDDEN))
+    states = torch.ones(3, HIDDEN)
+    draft = BlockDraft(drafter.start(FixedFeatures(torch.ones(0, HIDDEN)), 64), [10], states, drafter.scores(states))
     for k in (1, VOCABULARY, VOCABULARY + 5):
         assert draft.top(k)[0].tolist() == [list(range(min(k, VOCABULARY)))] * 3
 
@@ -173,8 +174,8 @@ def test_a_search_on_a_device_finds_what_the_hosts_finds_and_both_count_the_same
         device = Crossings()
         columns, scores = _best_on_device(logits, k, device)
         drafter = BlockDrafter(CONFIG, dict(trained_looking_model().state_dict()), embedding, head, 64, False)
-        draft = BlockDraft(drafter.start(FixedFeatures(torch.ones(0, HIDDEN)), 64), [10], torch.ones(5, HIDDEN))
-        draft._logits, before = logits.clone(), drafter.crossings.to_host.bytes
+        draft = BlockDraft(drafter.start(FixedFeatures(torch.ones(0, HIDDEN)), 64), [10], torch.ones(5, HIDDEN), [logits.clone()])
+        before = drafter.crossings.to_host.bytes
         found = draft.top(k)
         assert (columns.tolist(), scores.tolist()) == (found[0].tolist(), found[1].tolist())
         assert drafter.crossings.to_host.bytes - before == device.to_host.bytes == 5 * k * (8 + 4)

@@ -74,7 +74,7 @@ def test_what_rounding_may_have_changed_is_bounded_for_every_row_and_every_state
     hidden[:8, 3] = 1e4
     full, screened = heads(weight)
     assert torch.equal(screened.greedy(hidden, len(weight)), full.greedy(hidden, len(weight)))
-    job, kept = screened._screened._job[0], screened._screened._kept
+    job, kept = screened._screened.job[0], screened._screened._kept
     lost, x = kept["lost_at"][: len(weight)], hidden[:MOST_ROWS].contiguous()
     assert lost[-1] > 50 * lost[:-1].max()
     coarse = kernel().product(x, screened._screened._screen, None).double()  # type: ignore[union-attr]
@@ -98,5 +98,6 @@ def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch
     measured(fast)
     assert rounded_plan([weight], plan, SCREENED) == LinearPlan(8, 4, SCREENED, fast, {1: 5.0})
     assert rounded_plan([weight], plan) == LinearPlan(8, 4, ROUNDED, fast, {1: 5.0})
-    for other in (LinearPlan(8, 4, ONEDNN, slow, slow), LinearPlan(8, 5, PREFETCHED, slow, slow)):
+    assert rounded_plan([weight], LinearPlan(8, 4, ONEDNN, slow, slow)).storage == ROUNDED
+    for other in (LinearPlan(8, 5, PREFETCHED, slow, slow), LinearPlan(8, 4, PLAIN)):
         assert rounded_plan([weight], other) is other

@@ -10,7 +10,7 @@ depend on the number of rows. (Between the rows of a tree's path others lie, and
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -71,55 +71,60 @@ class ConvolutionLayer:
         return self.in_proj, self.out, self.gate_up, self.down
 
 
+Told = float | Tensor | np.ndarray
+"""A number, or what is told as its address."""
+
+
 class _Compiled:
-    """A program, what every call of it is told, and the tensors whose addresses it is told."""
+    """A program, what it is told of a model, and scratch that all its calls share: not for two of them at the same time."""
 
-    def __init__(self, tiles: Kernel, program: Any, job: np.dtype, widest: int, **told: float | Tensor) -> None:
+    def __init__(self, kernel: Kernel, program: Any, job: np.dtype, widest: int, **told: Told) -> None:
         """`widest`: the most inputs of one of its products."""
-        self._parallel, self._program = tiles.parallel, program.address
-        self._job = np.zeros(1, job)
-        self._call, self._job_at = self._job.view(np.int64), self._job.ctypes.data
-        self._kept: dict[str, Tensor] = {}
-        self._rounded = MOST_ROWS * (1 + -(-widest // 2))
-        self._tell(tile=tiles.tile, rounded_bytes=4 * self._rounded, **told)
+        self.kernel, self.address, self._rounded = kernel, program.address, MOST_ROWS * (1 + -(-widest // 2))
+        self.job, self._kept = np.zeros(1, job), told
+        self._scratch: dict[str, Tensor] = {}
+        tell(self.job, tile=kernel.tile, rounded_bytes=4 * self._rounded, **told)
 
-    def _tell(self, **told: float | Tensor) -> None:
-        for name, value in told.items():
-            if isinstance(value, Tensor):
-                self._kept[name] = value
-            self._job[0][name] = value.data_ptr() if isinstance(value, Tensor) else value
-
-    def _run(self, *told: int) -> None:
-        """`told`: what changes from call to call, in the program's order; first of all the number of threads."""
-        self._call[: len(told)] = told
-        self._parallel(self._program, self._job_at, told[0], 0)
-
-    def _make_room(self, threads: int, **sizes: int) -> None:
-        """Float32 scratch of at least so many elements, and what `threads` need for rounded rows."""
+    def scratch(self, threads: int, **sizes: int) -> dict[str, Tensor]:
+        """Float32 room of at least so many elements, and what `threads` need for rounded rows."""
         for name, size in (("rounded_at", threads * self._rounded), *sizes.items()):
-            if name not in self._kept or self._kept[name].numel() < size:
-                self._tell(**{name: torch.empty(size, dtype=torch.float32)})
+            if name not in self._scratch or self._scratch[name].numel() < size:
+                self._scratch[name] = torch.empty(size, dtype=torch.float32)
+        return dict(self._scratch)
 
 
-class KeyValueTiles:
-    """Keys and values of one session once more, as a product reads its weight: tiles of positions, and of the head's numbers.
+class _Call:
+    """A program's job for one session, which keeps the number of threads that it began with."""
 
-    `keys [attending layers, kv_heads, positions / tile, head_dim, tile]`, `values [attending layers, kv_heads, head_dim / tile,
-    positions, tile]`. A call brings in what it added and what came before without it; `length` positions are in for good.
-    """
+    def __init__(self, compiled: _Compiled, threads: int, told: Mapping[str, Told]) -> None:
+        self.compiled, self.threads, self._kept, self._job = compiled, threads, told, compiled.job.copy()
+        tell(self._job, **told)
+        self._numbers = self._job.view(np.int64)
+        self.run = in_order(self)
 
-    def __init__(self, memory: Tensor, tile: int) -> None:
-        """For `memory [attending layers, 2, kv_heads, capacity, head_dim]`."""
-        attending, _, kv_heads, capacity, head_dim = memory.shape
-        positions, parts = -(-capacity // tile), -(-head_dim // tile)
-        self.keys = memory.new_zeros(attending, kv_heads, positions, head_dim, tile)
-        self.values = memory.new_zeros(attending, kv_heads, parts, positions * tile, tile)
-        self.length = 0
+    def _tell(self, *numbers: int) -> None:
+        """What changes from call to call, in the program's order."""
+        self._numbers[: len(numbers)] = numbers
+
+
+def in_order(*calls: _Call) -> Callable[[], None]:
+    """All of `calls`, prepared by then, as one: threads start once. Whoever keeps it keeps them."""
+    parts = ((call.compiled.address, address(call._job)) for call in calls)
+    return calls[0].compiled.kernel.in_order(calls[0].threads, *parts)
+
+
+def tell(job: np.ndarray, **told: Told) -> None:
+    for name, value in told.items():
+        job[0][name] = value if isinstance(value, float | int) else address(value)
+
+
+def address(array: Tensor | np.ndarray) -> int:
+    return array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data
 
 
 class CompiledLayers(_Compiled):
     """Layers of causal grouped-query attention, all of one shape, or gated short convolution, each with a gated MLP, and the norm
-    behind them. Not for two calls at the same time."""
+    behind them."""
 
     def __init__(
         self,
@@ -128,7 +133,7 @@ class CompiledLayers(_Compiled):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        tiles: Kernel,
+        kernel: Kernel,
         programs: Any,
     ) -> None:
         norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm)]
@@ -136,25 +141,24 @@ class CompiledLayers(_Compiled):
         convolving = [layer for layer in layers if isinstance(layer, ConvolutionLayer)]
         qk_norms = [layer.qk_norm.weight for layer in attending if layer.qk_norm]
         biases = [layer.qkv.bias for layer in attending if layer.qkv.bias is not None]
-        self._hidden, inner = layers[0].out.weight.outputs, layers[0].down.weight.inputs
-        self._tile, self._groups = tiles.tile, heads // kv_heads
-        self._history = len(convolving[0].kernel) - 1 if convolving else 0
-        self._convolving = len(convolving)
+        self.hidden, inner = layers[0].out.weight.outputs, layers[0].down.weight.inputs
+        self.head_dim, self.groups = head_dim, heads // kv_heads
+        self.history = len(convolving[0].kernel) - 1 if convolving else 0
+        self.convolving = len(convolving)
         self._layers = layers  # their weights are read by address
-        self._taps: tuple[int, ...] | None = None
         place: list[int] = []
         for layer in layers:
             attends = isinstance(layer, AttentionLayer)
             place.append(sum(earlier >= 0 for earlier in place) if attends else -1 - sum(earlier < 0 for earlier in place))
         kernels = [layer.kernel for layer in convolving]
         super().__init__(
-            tiles,
+            kernel,
             programs.layers_program,
             programs.LAYERS_JOB,
             max(product.weight.inputs for layer in layers for product in layer.products),
             float32=TYPES.index(torch.float32),
             layers=len(layers),
-            hidden=self._hidden,
+            hidden=self.hidden,
             inner=inner,
             heads=heads,
             kv_heads=kv_heads,
@@ -162,69 +166,98 @@ class CompiledLayers(_Compiled):
             normed_heads=heads + kv_heads if qk_norms else 0,
             biased=bool(biases),
             attending=len(attending),
-            history=self._history,
+            history=self.history,
             weights_at=torch.tensor([[product.weight.told for product in layer.products] for layer in layers]),
             norms_at=torch.stack([norm.weight for norm in (*norms, final_norm)]),
             places_of_kind_at=torch.tensor(place),
             qkv_biases_at=torch.stack(biases) if biases else NOTHING,
             qk_norms_at=torch.stack(qk_norms) if qk_norms else NOTHING,
             kernels_at=torch.stack(kernels) if kernels else NOTHING,
-            qkv_at=torch.empty(MOST_ROWS, max((heads + 2 * kv_heads) * head_dim, 3 * self._hidden)),
+            qkv_at=torch.empty(MOST_ROWS, max((heads + 2 * kv_heads) * head_dim, 3 * self.hidden)),
             queries_at=torch.empty(MOST_ROWS, heads * head_dim),
-            mixed_at=torch.empty(MOST_ROWS, max(heads * head_dim, self._hidden)),
-            added_at=torch.empty(MOST_ROWS, self._hidden),
+            mixed_at=torch.empty(MOST_ROWS, max(heads * head_dim, self.hidden)),
+            added_at=torch.empty(MOST_ROWS, self.hidden),
             gate_up_at=torch.empty(MOST_ROWS, 2 * inner),
             act_at=torch.empty(MOST_ROWS, inner),
             eps=final_norm.eps,
         )
 
-    def tiles_of(self, memory: Tensor) -> KeyValueTiles:
-        """Empty ones for a session with that `memory`; its calls share them."""
-        return KeyValueTiles(memory, self._tile)
+    def bind(self, memory: Tensor, table: Tensor, rotation: Tensor) -> LayersCall:
+        """Calls of one session. `memory [attending layers, 2, kv_heads, capacity, head_dim]`, where keys and values enter behind
+        the first `past`; a row begins as the row of `table [ids, hidden]` that its id names; `rotation [positions, head_dim /
+        2]`, complex."""
+        if not all(tensor.is_contiguous() for tensor in (memory, table, rotation)):
+            raise ValueError("a session's tensors are read by address: they must lie together")
+        if table.shape[1:] != (self.hidden,) or table.dtype != torch.float32 or rotation.shape[1:] != (self.head_dim // 2,):
+            shapes = f"{table.dtype} rows {tuple(table.shape)} with a rotation {tuple(rotation.shape)}"
+            raise ValueError(f"{shapes} do not fit these layers")
+        return LayersCall(self, memory, table, rotation)
 
-    def __call__(
+
+class LayersCall(_Call):
+    """The calls of one session. Keys and values lie once more as a product reads its weight, in tiles of positions, and of the
+    head's numbers; a call brings in what it added and what came before without it.
+    """
+
+    def __init__(self, layers: CompiledLayers, memory: Tensor, table: Tensor, rotation: Tensor) -> None:
+        self._layers, threads = layers, torch.get_num_threads()
+        tile, (attending, _, kv_heads, self._capacity, head_dim) = layers.kernel.tile, memory.shape
+        positions, parts = -(-self._capacity // tile) * tile, -(-head_dim // tile)
+        self.ids = np.zeros(MOST_ROWS, np.int64)
+        self.out = torch.empty(MOST_ROWS, layers.hidden)
+        """Of the last call: every row's state behind the last layer, normed."""
+        self._taps: Sequence[int] = ()
+        self._tiled, self._sorted_taps = 0, NOTHING
+        stream, queries = threads * MOST_ROWS * layers.hidden, threads * layers.groups * MOST_ROWS
+        sizes = {"stream_at": stream, "norm_at": stream, "scores_at": queries * positions, "sums_at": queries * parts * tile}
+        told: dict[str, Told] = {
+            "capacity": self._capacity,
+            "table_at": table,
+            "ids_at": self.ids,
+            "out_at": self.out,
+            "memory_at": memory,
+            "key_tiles_at": memory.new_zeros(attending, kv_heads, positions // tile, head_dim, tile),
+            "value_tiles_at": memory.new_zeros(attending, kv_heads, parts, positions, tile),
+        }
+        self._rotation, self._turn_bytes = rotation, rotation.shape[1] * rotation.itemsize
+        super().__init__(layers, threads, told | layers.scratch(threads, **sizes))
+
+    def tell(
         self,
-        x: Tensor,
-        memory: Tensor,
-        key_values: KeyValueTiles,
+        rows: int,
         past: int,
-        rotation: Tensor,
         taps: Sequence[int] = (),
         inputs: Sequence[Tensor] = (),
+        rotation: Tensor | None = None,
         hiding: Tensor | None = None,
         places: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`x [1, rows, hidden]` through every layer, normed; the outputs of the layers in `taps` side by side, `[1, rows,
-        taps · hidden]`; each convolution's earlier inputs followed by this call's, `[convolutions, 1, history + rows, hidden]`.
+    ) -> tuple[Tensor, Tensor]:
+        """Prepare a call of the rows that `ids` names, behind `past` positions. Returns what it will fill: the outputs of the
+        layers in `taps` side by side, `[rows, taps · hidden]`; and each convolution's earlier inputs, `inputs`, `[1, history,
+        hidden]` each, followed by the call's, `[convolutions, 1, history + rows, hidden]`.
 
-        Keys and values enter `memory [attending layers, 2, kv_heads, capacity, head_dim]` behind the first `past`, and
-        `key_values`, which `tiles_of` made for it; `rotation [rows, head_dim / 2]`, complex; `inputs`: each convolution's earlier
-        ones, `[1, history, hidden]`. A row follows the one before it, or where `hiding [rows, rows]` is given, that is added to
-        the scores of this call's own keys, 0 or -inf, and `places [rows, history]` says where among its window each row's
-        earlier inputs are.
+        A row follows the one before it, or where `hiding [rows, rows]` is given, that is added to the scores of the call's own
+        keys, 0 or -inf; then `places [rows, history]` says where among its window each row's earlier inputs are, and `rotation
+        [rows, head_dim / 2]` which position it has. What is given must live until the call is over.
         """
-        rows, capacity, threads = x.shape[1], memory.shape[3], torch.get_num_threads()
-        _check_room(past, rows, capacity)
-        if x.shape[2] != self._hidden or x.dtype != torch.float32 or rotation.shape != (rows, memory.shape[4] // 2):
-            raise ValueError(f"{x.dtype} rows {tuple(x.shape)} with a rotation {tuple(rotation.shape)} do not fit these layers")
-        stream = threads * MOST_ROWS * self._hidden
-        _, _, parts, positions, tile = key_values.values.shape
-        queries = threads * self._groups * MOST_ROWS
-        self._make_room(threads, stream_at=stream, norm_at=stream, scores_at=queries * positions, sums_at=queries * parts * tile)
-        if self._taps != tuple(taps):
-            self._taps, self._sorted_taps = tuple(taps), torch.tensor(sorted(zip(taps, range(len(taps)), strict=True)))
-        inputs = [earlier.contiguous() for earlier in inputs]
-        inputs_at = torch.tensor([earlier.data_ptr() for earlier in inputs], dtype=torch.int64) if inputs else NOTHING
-        x, rotation = x.contiguous(), rotation.contiguous()
-        out, features = torch.empty_like(x), x.new_empty(1, rows, len(taps) * self._hidden) if taps else x[..., :0]
-        windows = x.new_empty(self._convolving, 1, self._history + rows, self._hidden) if inputs else NOTHING
-        optional = [tensor if tensor is None else tensor.contiguous() for tensor in (hiding, places)]
-        told = (x, out, features, self._sorted_taps, rotation, memory, key_values.keys, key_values.values, inputs_at, windows)
-        addresses = [tensor.data_ptr() for tensor in told]
-        addresses += [0 if tensor is None else tensor.data_ptr() for tensor in optional]
-        self._run(threads, rows, past, capacity, min(key_values.length, past), hiding is not None, len(taps), *addresses)
-        key_values.length = past  # the call's own rows may still be moved or written again
-        return out, features, windows
+        _check_room(past, rows, self._capacity)
+        if self._taps != taps:
+            self._taps, self._sorted_taps = taps, torch.tensor(sorted(zip(taps, range(len(taps)), strict=True)))
+        features = torch.empty(rows, len(taps) * self._layers.hidden) if taps else NOTHING
+        inputs_at = windows = NOTHING
+        if inputs:
+            self._inputs = [earlier.contiguous() for earlier in inputs]
+            inputs_at = torch.tensor([earlier.data_ptr() for earlier in self._inputs])
+            windows = torch.empty(self._layers.convolving, 1, self._layers.history + rows, self._layers.hidden)
+        turns_at = self._rotation.data_ptr() + past * self._turn_bytes if rotation is None else rotation.data_ptr()
+        tree = (0, 0, 0) if hiding is None else (1, hiding.data_ptr(), 0 if places is None else places.data_ptr())
+        self._tell(
+            *(rows, past, min(self._tiled, past), len(taps), turns_at, features.data_ptr(), self._sorted_taps.data_ptr()),
+            *(*tree, inputs_at.data_ptr(), windows.data_ptr()),
+        )
+        self._given = rotation, hiding, places, inputs_at, features, windows
+        self._tiled = past  # the call's own rows may still be moved or written again
+        return features, windows
 
 
 class CompiledContext(_Compiled):
@@ -237,40 +270,52 @@ class CompiledContext(_Compiled):
         context_kv: PackedLinear,
         k_norm: RMSNorm,
         layers: int,
-        tiles: Kernel,
+        kernel: Kernel,
         programs: Any,
     ) -> None:
         """`context_kv`: every layer's key rows, then every layer's value rows; `k_norm`: `[layers · kv_heads, head_dim]`."""
-        hidden, (heads, head_dim) = fc.weight.outputs, k_norm.weight.shape
-        self._products, self._hidden = (fc, context_kv), hidden
+        self.hidden, (heads, head_dim) = fc.weight.outputs, k_norm.weight.shape
+        self._products = fc, context_kv
         super().__init__(
-            tiles,
+            kernel,
             programs.context_program,
             programs.CONTEXT_JOB,
-            max(fc.weight.inputs, hidden),
+            max(fc.weight.inputs, self.hidden),
             features=fc.weight.inputs,
-            hidden=hidden,
+            hidden=self.hidden,
             layers=layers,
             kv_heads=heads // layers,
             head_dim=head_dim,
             weights_at=torch.tensor([product.weight.told for product in self._products]),
             norm_at=norm.weight.contiguous(),
             k_norm_at=k_norm.weight.contiguous(),
-            projected_at=torch.empty(MOST_ROWS, hidden),
+            projected_at=torch.empty(MOST_ROWS, self.hidden),
             kv_at=torch.empty(MOST_ROWS, 2 * heads * head_dim),
             eps=norm.eps,
         )
 
-    def __call__(self, features: Tensor, memory: Tensor, past: int, rotation: Tensor) -> Tensor:
-        """`features [rows, taps · hidden]` → fused `[rows, hidden]`; `memory`, `past` and `rotation` as for CompiledLayers."""
-        rows, capacity = len(features), memory.shape[3]
-        _check_room(past, rows, capacity)
-        features, rotation, fused = features.contiguous(), rotation.contiguous(), features.new_empty(rows, self._hidden)
-        addresses = (tensor.data_ptr() for tensor in (features, fused, rotation, memory))
-        threads = torch.get_num_threads()
-        self._make_room(threads)
-        self._run(threads, rows, past, capacity, *addresses)
-        return fused
+    def bind(self, memory: Tensor, rotation: Tensor) -> ContextCall:
+        """`memory` and `rotation` as for CompiledLayers."""
+        return ContextCall(self, memory, rotation)
+
+
+class ContextCall(_Call):
+    """The calls of one session."""
+
+    def __init__(self, context: CompiledContext, memory: Tensor, rotation: Tensor) -> None:
+        threads, self._capacity = torch.get_num_threads(), memory.shape[3]
+        self.fused = torch.empty(MOST_ROWS, context.hidden)
+        """Of the last call's features."""
+        self._rotation, self._turn_bytes = rotation, rotation.shape[1] * rotation.itemsize
+        told: dict[str, Told] = {"capacity": self._capacity, "fused_at": self.fused, "memory_at": memory}
+        super().__init__(context, threads, told | context.scratch(threads))
+
+    def tell(self, features: Tensor, past: int) -> None:
+        """Prepare a call for `features [rows, taps · hidden]` behind `past` positions."""
+        rows = len(features)
+        _check_room(past, rows, self._capacity)
+        self._given = features = features.contiguous()
+        self._tell(rows, past, features.data_ptr(), self._rotation.data_ptr() + past * self._turn_bytes)
 
 
 class CompiledHead(_Compiled):
@@ -282,7 +327,7 @@ class CompiledHead(_Compiled):
     order in which float32 products are summed. Hidden states are finite.
     """
 
-    def __init__(self, weight: Tensor, tiles: Kernel, programs: Any) -> None:
+    def __init__(self, weight: Tensor, kernel: Kernel, programs: Any) -> None:
         """`weight [vocabulary, hidden]`, of an even width: a tied head's is the embedding itself, not held twice."""
         hidden, lost, longest = weight.shape[1], [], 0.0
         for rows in weight.split(ROWS_AT_ONCE):
@@ -290,71 +335,107 @@ class CompiledHead(_Compiled):
             coarse = whole * scales[:, None]
             lost.append((rows - coarse).norm(dim=1) + hidden * 2.0**-23 * coarse.norm(dim=1))
             longest = max(longest, float(coarse.norm(dim=1).max()))
-        self._screen = tiles.pack_bytes(weight)
-        self.outputs, self._blocks = self._screen.room, -(-self._screen.room // programs.BLOCK)
-        lost_of_row = F.pad(torch.cat(lost), (0, self._blocks * programs.BLOCK - len(weight)))
+        self._screen = kernel.pack_bytes(weight)
+        outputs, blocks = self._screen.room, -(-self._screen.room // programs.BLOCK)
+        lost_of_row = F.pad(torch.cat(lost), (0, blocks * programs.BLOCK - len(weight)))
         super().__init__(
-            tiles,
+            kernel,
             programs.head_program,
             programs.HEAD_JOB,
             hidden,
             hidden=hidden,
-            outputs=self.outputs,
+            outputs=outputs,
             screen_at=torch.tensor(self._screen.told),
             weight_at=weight,
             lost_at=lost_of_row,
-            lost_of_block_at=lost_of_row.view(self._blocks, programs.BLOCK).amax(1),
-            screened_at=torch.empty(MOST_ROWS, self.outputs),
-            tops_at=torch.empty(MOST_ROWS, self._blocks),
+            lost_of_block_at=lost_of_row.view(blocks, programs.BLOCK).amax(1),
+            screened_at=torch.empty(MOST_ROWS, outputs),
+            tops_at=torch.empty(MOST_ROWS, blocks),
             lost_by_inputs=ROUNDS_OFF * hidden**0.5 * longest / most_of_an_input(hidden),
         )
 
+    def bind(self, hidden: Tensor) -> HeadCall:
+        """Calls for states that stand in the first rows of `hidden [at most MOST_ROWS, hidden]`."""
+        return HeadCall(self, hidden)
+
     def __call__(self, hidden: Tensor, vocabulary: int) -> Tensor:
         """`hidden [rows, hidden]` → ids `[rows]` of the largest logits among the first `vocabulary`, of equal ones the lowest."""
-        return torch.cat([self._few(rows.contiguous(), vocabulary) for rows in hidden.split(MOST_ROWS)])
+        found: list[int] = []
+        for rows in hidden.split(MOST_ROWS):
+            call = self.bind(rows.contiguous())
+            call.tell(len(rows), vocabulary)
+            call.run()
+            found += call.found()
+        return torch.tensor(found)
 
-    def _few(self, hidden: Tensor, vocabulary: int) -> Tensor:
-        rows, threads = len(hidden), torch.get_num_threads()
-        each = threads * MOST_ROWS
-        self._make_room(threads, least_at=each, logits_at=each)
-        ids = torch.empty(threads + 1, rows, dtype=torch.int64)
-        self._run(threads, rows, vocabulary, hidden.data_ptr(), ids.data_ptr())
-        return ids[threads]
+
+class HeadCall(_Call):
+    """The calls of one session."""
+
+    def __init__(self, head: CompiledHead, hidden: Tensor) -> None:
+        threads = torch.get_num_threads()
+        self._ids, each = np.empty(MOST_ROWS, np.int64), threads * MOST_ROWS
+        told: dict[str, Told] = {"x_at": hidden, "ids_at": self._ids}
+        super().__init__(head, threads, told | head.scratch(threads, least_at=each, logits_at=each, winners_at=2 * each))
+
+    def tell(self, rows: int, vocabulary: int) -> None:
+        self._rows = rows
+        self._tell(rows, vocabulary)
+
+    def found(self) -> list[int]:
+        """The last call's ids: for each row that of the largest logit among the first `vocabulary`, of equal ones the lowest."""
+        return self._ids[: self._rows].tolist()
 
 
 class CompiledScores(_Compiled):
     """A draft's scores, and the best of every row, kept while they are computed."""
 
-    def __init__(self, head: PackedLinear, ids: np.ndarray, tiles: Kernel, programs: Any) -> None:
+    def __init__(self, head: PackedLinear, ids: np.ndarray, kernel: Kernel, programs: Any) -> None:
         """`ids [vocabulary]` (int64): the target's id of every row of the head."""
         weight: PackedWeight = head.weight
-        self._head, self._hidden, self._vocabulary = head, weight.inputs, weight.outputs
-        self._outputs, self.candidates = weight.room, min(CANDIDATES, self._vocabulary)
+        self._head, self.hidden, self.vocabulary = head, weight.inputs, weight.outputs
+        self.outputs, self.candidates = weight.room, min(CANDIDATES, self.vocabulary)
         super().__init__(
-            tiles,
+            kernel,
             programs.scores_program,
             programs.SCORES_JOB,
-            self._hidden,
-            hidden=self._hidden,
-            outputs=self._outputs,
-            vocabulary=self._vocabulary,
+            self.hidden,
+            hidden=self.hidden,
+            outputs=self.outputs,
+            vocabulary=self.vocabulary,
             candidates=self.candidates,
             weight_at=torch.tensor(weight.told),
             ids_at=torch.from_numpy(ids),
         )
 
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        """`hidden [rows, hidden]` → scores `[rows, vocabulary]`; ids (int64) and scores of each row's best `[rows, candidates]`,
-        best first, of equal ones the lower row of the head. A row needs as many finite scores."""
-        rows, threads = len(hidden), torch.get_num_threads()
+    def bind(self, hidden: Tensor) -> ScoresCall:
+        """Calls for all rows of `hidden [rows, hidden]`, which lie together."""
+        rows = len(hidden)
         if not 0 < rows <= MOST_ROWS or hidden.dtype != torch.float32:
             raise ValueError(f"{hidden.dtype} rows {tuple(hidden.shape)}: at most {MOST_ROWS} at once, of float32")
-        room = threads * MOST_ROWS * self.candidates
-        self._make_room(threads, kept_at=room, columns_at=2 * room)
-        hidden, scores = hidden.contiguous(), hidden.new_empty(rows, self._outputs)
-        ids, best = hidden.new_empty(rows, self.candidates, dtype=torch.int64), hidden.new_empty(rows, self.candidates)
-        self._run(threads, rows, *(tensor.data_ptr() for tensor in (hidden, scores, ids, best)))
-        return scores[:, : self._vocabulary], ids.numpy(), best.numpy()
+        return ScoresCall(self, hidden)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """As ScoresCall.found, of these rows alone."""
+        call = self.bind(hidden.contiguous())
+        call.run()
+        return call.found
+
+
+class ScoresCall(_Call):
+    """The calls of one session."""
+
+    def __init__(self, scores: CompiledScores, hidden: Tensor) -> None:
+        rows, threads = len(hidden), torch.get_num_threads()
+        ids, best = np.empty((rows, scores.candidates), np.int64), np.empty((rows, scores.candidates), np.float32)
+        all_scores = torch.empty(rows, scores.outputs)
+        self.found = all_scores[:, : scores.vocabulary], ids, best
+        """Of the last call: scores `[rows, vocabulary]`; ids (int64) and scores of each row's best `[rows, candidates]`, best
+        first, of equal ones the lower row of the head. A row needs as many finite scores."""
+        told: dict[str, Told] = {"x_at": hidden, "scores_at": all_scores, "best_ids_at": ids, "best_scores_at": best}
+        room = threads * MOST_ROWS * scores.candidates
+        super().__init__(scores, threads, told | scores.scratch(threads, kept_at=room, columns_at=2 * room))
+        self._tell(rows)
 
 
 def compiled_head(weight: Tensor) -> CompiledHead | None:

@@ -63,6 +63,12 @@ class Crossings:
             way.count += len(arrays)
             way.bytes += sum(array.nbytes for array in arrays)
 
+    def ids_on_host(self, count: int) -> None:
+        """As `found_on_host`, of so many ids that came and as many that were sent."""
+        for way in (self.to_host, self.to_device):
+            way.count += 1
+            way.bytes += 8 * count
+
     def as_json(self) -> dict[str, dict[str, float]]:
         return {"to_device": asdict(self.to_device), "to_host": asdict(self.to_host)}
 

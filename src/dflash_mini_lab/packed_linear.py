@@ -152,10 +152,10 @@ def _seconds_for_a_gigabyte(rates: dict[int, float]) -> float:
 
 
 def rounded_plan(weights: list[Tensor], plan: LinearPlan, storage: str = ROUNDED) -> LinearPlan:
-    """`plan`, or where it reads our own tiles and reading 8-bit ones is faster summed over MEASURED_ROWS, one of those: of a
-    weight that may be rounded, or (SCREENED) of an LM head that they screen. Rates count the float32 bytes that they stand for,
-    and so compare."""
-    if plan.storage != PREFETCHED or plan.in_features % 2:
+    """`plan`, or where reading our own 8-bit tiles is faster summed over MEASURED_ROWS, one of those: of a weight that may be
+    rounded, or (SCREENED) of an LM head that they screen. Rates count the float32 bytes that they stand for, and so compare."""
+    ours = storage_works(PREFETCHED, weights[0].dtype, weights[0].device)
+    if not ours or not plan.gigabytes_per_second or plan.in_features % 2:
         return plan
     coarse = replace(plan, storage=storage, gigabytes_per_second=_rates(ROUNDED, weights, 3))
     return coarse if sum(map(coarse.seconds, MEASURED_ROWS)) <= sum(map(plan.seconds, MEASURED_ROWS)) else plan

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -290,6 +290,33 @@ define void @share(ptr %job) #0 {{
     i64 %first, i64 %end)
   ret void
 }}"""
+
+# Programs and their jobs, `told` how many and then their addresses in turns, one after the other: threads meet between two.
+_IN_ORDER = """
+declare void @GOMP_barrier()
+define void @in_order(ptr %told) #0 {{
+start:
+  %count = load i64, ptr %told
+  br label %next
+next:
+  %n = phi i64 [0, %start], [%after, %met]
+  %place = mul i64 %n, 2
+  %program_place = add i64 %place, 1
+  %job_place = add i64 %place, 2
+  %program_at = getelementptr ptr, ptr %told, i64 %program_place
+  %job_at = getelementptr ptr, ptr %told, i64 %job_place
+  %program = load ptr, ptr %program_at
+  %job = load ptr, ptr %job_at
+  call void %program(ptr %job)
+  %after = add i64 %n, 1
+  %more = icmp ult i64 %after, %count
+  br i1 %more, label %met, label %done
+met:
+  call void @GOMP_barrier()
+  br label %next
+done:
+  ret void
+}}"""
 _LOAD = """
   %{name}_at = getelementptr i64, ptr %job, i64 {n}
   %{name} = load i64, ptr %{name}_at"""
@@ -349,7 +376,7 @@ def program(tile: int, most_rows: Mapping[torch.dtype, int]) -> str:
     functions.append(_ROUND.format(most_of_a_byte=MOST_OF_A_BYTE))
     functions.append(_ANY.format(cases=cases, calls=calls, pointers="".join(_POINTER.format(name=name) for name in _POINTERS)))
     loads = "".join(_LOAD.format(n=n, name=name) for n, name in enumerate(_JOB))
-    functions.append(_SHARE.format(tile=tile, loads=loads))
+    functions += [_SHARE.format(tile=tile, loads=loads), _IN_ORDER.format()]
     return _MODULE.format(vector=vector, tile=tile, functions="\n".join(functions))
 
 
@@ -418,11 +445,11 @@ class Kernel:
         )
         self._engine = llvm.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
-        self._share = self._engine.get_function_address("share")
+        self._share, self._in_order = (self._engine.get_function_address(name) for name in ("share", "in_order"))
         self.tiles_address = self._engine.get_function_address("tiles")
-        self.parallel = openmp.GOMP_parallel
-        self.parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        self.parallel.restype = None
+        self._parallel = openmp.GOMP_parallel
+        self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._parallel.restype = None
         self._job = ctypes.c_int64 * len(_JOB)
 
     def pack(self, weight: Tensor) -> PackedWeight:
@@ -435,6 +462,14 @@ class Kernel:
         tiles = self._tiles(whole.view(len(weight), -1, 2))
         filled = F.pad(scales, (0, tiles.shape[0] * self.tile - len(weight)))
         return PackedWeight(tiles, len(weight), filled)
+
+    def in_order(self, threads: int, *parts: tuple[int, int]) -> Callable[[], None]:
+        """Programs and their jobs, two addresses each, as one call by so many threads, which meet between two of them."""
+        told = (ctypes.c_int64 * (1 + 2 * len(parts)))(len(parts), *(address for part in parts for address in part))
+        return partial(self._run, told, threads)
+
+    def _run(self, told: ctypes.Array[ctypes.c_int64], threads: int) -> None:
+        self._parallel(self._in_order, told, threads, 0)
 
     def _tiles(self, weight: Tensor) -> Tensor:
         """`[outputs, steps, width]` → `[outputs / tile, steps, tile, width]`, the last filled up with zeros; lines begin where
@@ -462,7 +497,7 @@ class Kernel:
         number, *weight_at = weight.told
         rounded_at = x.new_empty(0 if weight.scales is None else threads * rows * (1 + inputs // 2))
         job = self._job(number, x.data_ptr(), rounded_at.data_ptr(), *weight_at, y.data_ptr(), rows, inputs, outputs)
-        self.parallel(self._share, ctypes.addressof(job), threads, 0)
+        self._parallel(self._share, ctypes.addressof(job), threads, 0)
         if outputs != weight.outputs:
             y = y[..., : weight.outputs].contiguous()
         return y if bias is None else y.add_(bias)

@@ -12,31 +12,33 @@ from numba import carray, cfunc, config, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-EVERY = ("threads", "rows", "past", "capacity")
-"""What is told with every call begins with this."""
+# Of each program, in its order: what is told with every call, what a session tells once, and what a model does.
 LAYERS_CALL = (
-    *EVERY,
-    *("tiled", "branching", "taps", "x_at", "out_at", "features_at", "sorted_taps_at", "rotation_at", "memory_at"),
-    *("key_tiles_at", "value_tiles_at", "inputs_at", "windows_at", "hiding_at", "places_at"),
+    *("rows", "past", "tiled", "taps", "rotation_at", "features_at", "sorted_taps_at", "branching", "hiding_at", "places_at"),
+    *("inputs_at", "windows_at"),
 )
 LAYERS = (
+    *("capacity", "table_at", "ids_at", "out_at", "memory_at", "key_tiles_at", "value_tiles_at"),
     *("tile", "float32", "layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "normed_heads", "biased", "attending"),
     *("history", "weights_at", "norms_at", "places_of_kind_at", "qkv_biases_at", "qk_norms_at", "kernels_at"),
     *("stream_at", "norm_at", "qkv_at", "queries_at", "scores_at", "sums_at", "mixed_at", "added_at", "gate_up_at", "act_at"),
     *("rounded_at", "rounded_bytes", "eps"),
 )
-CONTEXT_CALL = (*EVERY, "features_at", "fused_at", "rotation_at", "memory_at")
+CONTEXT_CALL = ("rows", "past", "features_at", "rotation_at")
 CONTEXT = (
+    *("capacity", "fused_at", "memory_at"),
     *("tile", "features", "hidden", "layers", "kv_heads", "head_dim"),
     *("weights_at", "norm_at", "k_norm_at", "projected_at", "kv_at", "rounded_at", "rounded_bytes", "eps"),
 )
-HEAD_CALL = ("threads", "rows", "vocabulary", "x_at", "ids_at")
+HEAD_CALL = ("rows", "vocabulary")
 HEAD = (
+    *("x_at", "ids_at"),
     *("tile", "hidden", "outputs", "screen_at", "weight_at", "lost_at", "lost_of_block_at"),
-    *("screened_at", "tops_at", "least_at", "logits_at", "rounded_at", "rounded_bytes", "lost_by_inputs"),
+    *("screened_at", "tops_at", "least_at", "logits_at", "winners_at", "rounded_at", "rounded_bytes", "lost_by_inputs"),
 )
-SCORES_CALL = ("threads", "rows", "x_at", "scores_at", "best_ids_at", "best_scores_at")
+SCORES_CALL = ("rows",)
 SCORES = (
+    *("x_at", "scores_at", "best_ids_at", "best_scores_at"),
     *("tile", "hidden", "outputs", "vocabulary", "candidates", "weight_at", "ids_at"),
     *("columns_at", "kept_at", "rounded_at", "rounded_bytes"),
 )
@@ -205,7 +207,7 @@ def layers_program(job_at):
     rows, past, d = job.rows, job.past, job.head_dim
     heads, kv_heads, hidden, inner = job.heads, job.kv_heads, job.hidden, job.inner
     groups, wide, eps = heads // kv_heads, (heads + 2 * kv_heads) * d, f32(job.eps)
-    x = carray(pointer(job.x_at), (rows, hidden), f32)
+    ids = carray(pointer(job.ids_at), (rows,), np.int64)
     out = carray(pointer(job.out_at), (rows, hidden), f32)
     features = carray(pointer(job.features_at), (rows, job.taps, hidden), f32)
     rotation = carray(pointer(job.rotation_at), (rows, d), f32)
@@ -247,7 +249,7 @@ def layers_program(job_at):
     first_column, end_column = share(hidden, thread, threads)
 
     for r in range(rows):  # every thread has its own copy of the residual stream, so that norms need no barrier
-        stream[r] = x[r]
+        stream[r] = carray(pointer(job.table_at + ids[r] * 4 * hidden), (hidden,), f32)
     done = 0
     for layer in range(job.layers):
         for r in range(rows):
@@ -375,7 +377,8 @@ def head_program(job_at):
     tops = carray(pointer(job.tops_at), (rows, blocks), f32)
     least = carray(pointer(job.least_at), (threads, rows), f32)
     logits = carray(pointer(job.logits_at), (threads, rows), f32)
-    ids = carray(pointer(job.ids_at), (job.threads + 1, rows), np.int64)
+    winners = carray(pointer(job.winners_at), (threads, rows), np.int64)
+    ids = carray(pointer(job.ids_at), (rows,), np.int64)
     rounded_at = job.rounded_at + thread * job.rounded_bytes
     first_block, end_block = share(blocks, thread, threads)
 
@@ -393,7 +396,7 @@ def head_program(job_at):
     for r in range(rows):
         norm, lost_by_x = np.sqrt(dot(x[r], x[r])), f32(2 * job.lost_by_inputs) * largest(np.abs(x[r]))
         enough = largest(least[:, r]) - lost_by_x
-        logits[thread, r], ids[thread, r] = f32(-np.inf), 0
+        logits[thread, r], winners[thread, r] = f32(-np.inf), 0
         for block in range(first_block, end_block):
             if tops[r, block] + norm * lost_of_block[block] < enough:
                 continue
@@ -401,7 +404,7 @@ def head_program(job_at):
                 if screened[r, token] + norm * lost[token] >= enough:
                     logit = dot(x[r], weight[token])
                     if logit > logits[thread, r]:
-                        logits[thread, r], ids[thread, r] = logit, token
+                        logits[thread, r], winners[thread, r] = logit, token
     barrier()
     if thread == 0:
         for r in range(rows):
@@ -409,7 +412,7 @@ def head_program(job_at):
             for other in range(1, threads):
                 if logits[other, r] > logits[winner, r]:
                     winner = other
-            ids[job.threads, r] = ids[winner, r]
+            ids[r] = winners[winner, r]
 
 
 @compiled

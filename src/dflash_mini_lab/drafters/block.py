@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.compiled import MOST_ROWS, AttentionLayer, compiled_context, compiled_layers, compiled_scores
+from dflash_mini_lab.compiled import (
+    MOST_ROWS,
+    AttentionLayer,
+    ContextCall,
+    compiled_context,
+    compiled_layers,
+    compiled_scores,
+    in_order,
+)
 from dflash_mini_lab.crossings import Crossings, on_host
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit
 from dflash_mini_lab.norms import RMSNorm
@@ -30,14 +38,15 @@ from dflash_mini_lab.types import NO_HEADS, Heads, JumpHead, Session
 
 
 class BlockDraft:
-    """The scores of one pass. `hidden [S, hidden]` final slot states; candidates are reduced where the logits are."""
+    """The scores of one pass, until the session's next one. `hidden [S, hidden]` final slot states; candidates are reduced where
+    the logits are."""
 
-    def __init__(self, session: BlockSession, committed: Sequence[int], hidden: Tensor, jump: Tensor | None = None) -> None:
-        """`jump [J, hidden]`: the jump head's states, for a method that needs it: one LM head product serves both."""
+    def __init__(self, session: BlockSession, committed: Sequence[int], hidden: Tensor, found: Sequence[Any]) -> None:
+        """`found`: as `BlockDrafter.scores` gives it for `hidden`, and for the jump head's states `[J, hidden]` behind it where a
+        method needs them: one LM head product serves both. Every method needs scores, so they are drafting, not selection."""
         self.committed, self.anchor, self.slots = committed, committed[-1], hidden.shape[0]
         self._session, self._drafter, self._hidden = session, session.drafter, hidden
-        rows = hidden if jump is None else torch.cat([hidden, jump])
-        logits, *self._best = self._drafter.scores(rows)  # every method needs them, so they are drafting, not selection
+        logits, *self._best = found
         self._logits, self._jump = logits[: self.slots], logits[self.slots :]
 
     @property
@@ -219,27 +228,36 @@ class BlockSession:
             config.layers, 2, config.kv_heads, capacity + config.block_size, config.head_dim
         )
         """Keys and values."""
-        self._tiles = drafter.compiled.tiles_of(self.memory) if drafter.compiled else None
         masks = torch.full((config.block_size,), config.mask_token_id, device=drafter.embedding.device)
         self._block = F.embedding(masks, drafter.embedding)
         """`[block, F]`, F the target's width: what a pass begins with, once the anchor's embedding is in its first row."""
-        self._hiding = drafter.embedding.new_zeros(config.block_size, config.block_size)
-        """Added to a block's scores of itself: no slot is hidden from another."""
+        context, layers = drafter.compiled_context, drafter.compiled
+        self._context = context.bind(self.memory, drafter.rotation) if context else None
+        self._pass = None
+        if self._context and layers and drafter.compiled_scores and not config.window and config.block_size <= MOST_ROWS:
+            self._pass = _CompiledPass(drafter, self.memory, self._block, self._context, scores=not self._jump)
 
     @torch.inference_mode()
     def draft(self, committed: Sequence[int]) -> BlockDraft:
         """One pass for the block after `committed[-1]`, which is not in the context."""
-        self._read_context(self.session.take_features())
+        d, features = self.drafter, self.session.take_features()
+        reads = self._pass is not None and 0 < len(features) <= MOST_ROWS
+        if self._pass and self._context and reads:
+            self._context.tell(features, self.length)
+            self.length, self.context = self.length + len(features), self._context.fused[len(features) - 1]
+        else:
+            self._read_context(features)
         if self.length != len(committed) - 1:
             raise RuntimeError(f"the drafter has read {self.length} features for {len(committed) - 1} tokens before the anchor")
-        d = self.drafter
-        self._block[0] = d.embedding[committed[-1]]
-        x = self._block[None]
-        if d.input:
-            x = d.input(x)
-        hidden = self._through_layers(x)
-        jump = d.norm(self._jump(self.context)) if self._jump else None
-        return BlockDraft(self, committed, hidden[0, 1:], jump)
+        if self._pass:
+            hidden, found = self._pass(committed[-1], self.length, reads)
+        else:
+            self._block[0] = d.embedding[committed[-1]]
+            x = self._block[None]
+            hidden, found = self._through_layers(d.input(x) if d.input else x)[0, 1:], None
+        if self._jump:
+            found = d.scores(torch.cat([hidden, d.norm(self._jump(self.context))]))
+        return BlockDraft(self, committed, hidden, found or d.scores(hidden))
 
     def _through_layers(self, x: Tensor) -> Tensor:
         """The block `[1, rows, hidden]` behind the context, in which every slot sees every other; normed."""
@@ -247,8 +265,6 @@ class BlockSession:
         start, end = self.length, self.length + rows
         rotation = d.rotation[start:end]
         first = max(start - config.window, 0) if config.window else 0
-        if d.compiled and self._tiles and rows <= MOST_ROWS and not first:
-            return d.compiled(x, self.memory, self._tiles, start, rotation, hiding=self._hiding)[0]
         heads, kv_heads, groups = config.heads, config.kv_heads, config.heads // config.kv_heads
         for layer, (keys, values) in zip(d.layers, self.memory, strict=True):
             qkv = layer.qkv(layer.input_norm(x)).view(rows, -1, config.head_dim)
@@ -289,9 +305,10 @@ class BlockSession:
         features = features[-config.window :] if config.window else features  # of a long prompt, no block sees the others
         rows = len(features)
         start = end - rows
-        if d.compiled_context and rows <= MOST_ROWS:
-            self.context = d.compiled_context(features, self.memory, start, d.rotation[start:end])[-1]
-            self.length = end
+        if self._context and rows <= MOST_ROWS:
+            self._context.tell(features, start)
+            self._context.run()
+            self.length, self.context = end, self._context.fused[rows - 1]
             return
         fused = d.hidden_norm(d.fc(features))
         self.context = fused[-1]
@@ -300,6 +317,37 @@ class BlockSession:
         for index, kept in enumerate((k, v)):
             self.memory[:, index, :, start:end] = kept.unflatten(1, (config.layers, -1)).permute(1, 2, 0, 3)
         self.length = end
+
+
+class _CompiledPass:
+    """A session's passes as one call each: what new features add to the context, then the block's layers, then its scores."""
+
+    def __init__(self, drafter: BlockDrafter, memory: Tensor, block: Tensor, context: ContextCall, scores: bool) -> None:
+        """`block`: as BlockSession begins a pass; `scores=False`: they are not asked for."""
+        size = drafter.config.block_size
+        self._drafter, self._context = drafter, context
+        self._table = drafter.input(block[:2]).contiguous() if drafter.input else drafter.embedding
+        assert drafter.compiled
+        assert drafter.compiled_scores
+        self._layers = drafter.compiled.bind(memory, self._table, drafter.rotation)
+        self._layers.ids[1:size] = 1 if drafter.input else drafter.config.mask_token_id
+        self._states = self._layers.out[1:size]
+        self._scores = drafter.compiled_scores.bind(self._states) if scores else None
+        self._hiding = torch.zeros(size, size)
+        """Added to a block's scores of itself: no slot is hidden from another."""
+        parts = (self._layers, self._scores) if self._scores else (self._layers,)
+        self._whole, self._block = in_order(context, *parts), in_order(*parts)
+
+    def __call__(self, anchor: int, past: int, reads: bool) -> tuple[Tensor, Sequence[Any] | None]:
+        """States of the slots, and their scores as `BlockDrafter.scores` gives them. `reads`: the context, told of new features,
+        has them still to read."""
+        if self._drafter.input:
+            self._table[0] = self._drafter.input(self._drafter.embedding[anchor : anchor + 1])[0]
+        else:
+            self._layers.ids[0] = anchor
+        self._layers.tell(len(self._hiding), past, hiding=self._hiding)
+        (self._whole if reads else self._block)()
+        return self._states, self._scores.found if self._scores else None
 
 
 def _fused_weights(config: DrafterConfig, tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:

@@ -8,19 +8,20 @@ drafting, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache as cache_of
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.compiled import MOST_ROWS, CompiledLayers, KeyValueTiles
+from dflash_mini_lab.compiled import MOST_ROWS, CompiledLayers, HeadCall, LayersCall, in_order
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear
 from dflash_mini_lab.rotary import rotate
-from dflash_mini_lab.targets.lm_head import LMHead
+from dflash_mini_lab.targets.lm_head import LMHead, ScreenedHead
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,17 @@ class LeanCache:
     inputs: dict[int, Tensor]
     history: int
     last_rows: int = 0
-    tiles: KeyValueTiles | None = None
-    """What compiled layers add to `memory`, from their first call on. A batch made of the sequence begins as it did."""
+    compiled: CompiledStep | None = None
+    """Calls of compiled layers on this memory, from the first on."""
     keys: dict[int, Tensor] = field(init=False)
     values: dict[int, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys, self.values = layer_views(self.memory, self.attending)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeanCache:
+        inputs = {index: window.clone() for index, window in self.inputs.items()}
+        return replace(self, memory=self.memory.clone(), inputs=inputs, compiled=None)
 
     def keep(self, rows: int) -> None:
         """Keep the first `rows` of the last call's rows (0 … all) and forget the others."""
@@ -131,6 +136,7 @@ class LeanCache:
         """Make a batch of the given sequences (indices `[n]`, repeats allowed)."""
         self.memory = self.memory.index_select(2, sequences)
         self.keys, self.values = layer_views(self.memory, self.attending)
+        self.compiled = None
         for index, window in self.inputs.items():
             self.inputs[index] = window.index_select(0, sequences)
 
@@ -144,6 +150,15 @@ def layer_views(memory: Tensor, attending: Iterable[int]) -> tuple[dict[int, Ten
 def bring_forward(stored: Tensor, dim: int, first: int, rows: Tensor) -> None:
     """What stands `rows [n]` places behind `first` along `dim` moves to the places from `first` on."""
     stored.narrow(dim, first, len(rows)).copy_(stored.index_select(dim, first + rows))
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """The compiled layers' calls on one cache; `greedy` runs the screened head behind them, where there is one."""
+
+    layers: LayersCall
+    head: HeadCall | None
+    greedy: Callable[[], None] | None
 
 
 @dataclass
@@ -196,13 +211,13 @@ class LeanDecoder:
 
         `tree`: the rows' `trees.row_table` for this decoder's `history`, where each does not follow the one before it.
         """
-        rows, past = ids.shape[1], cache.length
-        if past + rows > cache.capacity:
-            raise ValueError(f"{past} + {rows} tokens do not fit a cache of {cache.capacity}")
-        if cache.last_rows:
-            cache.keep(cache.last_rows)
-        compiled = self.compiled if len(ids) == 1 and rows <= MOST_ROWS else None
-        run = self.padded_rows.get(rows, rows) if len(ids) == 1 and not compiled else rows  # a batch has enough rows of its own
+        rows = ids.shape[1]
+        if self.compiled and len(ids) == 1 and rows <= MOST_ROWS:
+            step, features = self._prepared(ids[0], cache, taps, tree)
+            step.layers.run()
+            return step.layers.out[None, :rows].clone(), features[None]
+        past = self._begun(rows, cache)
+        run = self.padded_rows.get(rows, rows) if len(ids) == 1 else rows  # a batch has enough rows of its own
         if past + run > len(self.rotation):
             run = rows
         x = F.embedding(F.pad(ids, (0, run - rows)) if run > rows else ids, self.embedding)
@@ -213,16 +228,6 @@ class LeanDecoder:
             if run > rows:
                 branches = branches.padded(run)
             rotation = self.rotation.index_select(0, past + branches.depths).view(run, 1, -1)
-        if compiled:
-            inputs = list(cache.inputs.values())
-            tree_rows = (branches.hidden(self.embedding), branches.places) if branches else ()
-            memory = cache.memory[:, :, 0]
-            if cache.tiles is None:
-                cache.tiles = compiled.tiles_of(memory)
-            x, features, windows = compiled(x, memory, cache.tiles, past, rotation[:, 0], taps, inputs, *tree_rows)
-            cache.inputs = dict(zip(cache.inputs, windows, strict=True))
-            cache.length, cache.last_rows = past + rows, rows
-            return x, features
         if branches:
             mask = F.pad(branches.hidden(self.embedding)[:, :rows], (past, 0))
             mask_of = cache_of(lambda groups: mask.repeat(groups, 1))
@@ -236,6 +241,56 @@ class LeanDecoder:
         cache.length = past + rows
         cache.last_rows = rows
         return self.final_norm(x[:, :rows]), features[:, :rows]
+
+    def step(
+        self, tokens: Sequence[int], cache: LeanCache, vocabulary: int, taps: Sequence[int] = (), tree: Tensor | None = None
+    ) -> tuple[list[int], Tensor]:
+        """`forward` of a few rows of one sequence and `greedy` as one call, where `can_step`: ids, and features `[rows, taps ·
+        hidden]`."""
+        step, features = self._prepared(tokens, cache, taps, tree)
+        assert step.head
+        assert step.greedy
+        step.head.tell(len(tokens), vocabulary)
+        step.greedy()
+        return step.head.found(), features
+
+    def can_step(self, rows: int) -> bool:
+        return self.compiled is not None and isinstance(self.head, ScreenedHead) and rows <= MOST_ROWS
+
+    def _begun(self, rows: int, cache: LeanCache) -> int:
+        """The positions behind which a call of so many rows stands."""
+        past = cache.length
+        if past + rows > cache.capacity:
+            raise ValueError(f"{past} + {rows} tokens do not fit a cache of {cache.capacity}")
+        if cache.last_rows:
+            cache.keep(cache.last_rows)
+        return past
+
+    def _prepared(
+        self, ids: Sequence[int] | Tensor, cache: LeanCache, taps: Sequence[int], tree: Tensor | None
+    ) -> tuple[CompiledStep, Tensor]:
+        """The compiled layers, told of a call; `cache` as it will be after it. Features as `step` gives them."""
+        rows, past = len(ids), self._begun(len(ids), cache)
+        step = cache.compiled = cache.compiled or self._bound(cache)
+        step.layers.ids[:rows] = ids
+        inputs, tree_rows = list(cache.inputs.values()), tuple[Tensor, ...]()
+        if tree is not None:
+            branches = TreeRows(tree, self.history)
+            rotation = self.rotation.index_select(0, past + branches.depths)
+            tree_rows = (rotation, branches.hidden(self.embedding), branches.places.contiguous())
+        features, windows = step.layers.tell(rows, past, tuple(taps), inputs, *tree_rows)
+        if inputs:
+            cache.inputs = dict(zip(cache.inputs, windows, strict=True))
+        cache.length, cache.last_rows = past + rows, rows
+        return step, features
+
+    def _bound(self, cache: LeanCache) -> CompiledStep:
+        assert self.compiled
+        layers = self.compiled.bind(cache.memory[:, :, 0], self.embedding, self.rotation)
+        if not isinstance(self.head, ScreenedHead):
+            return CompiledStep(layers, None, None)
+        head = self.head.bind(layers.out)
+        return CompiledStep(layers, head, in_order(layers, head))
 
     def through_layers(self, x: Tensor, mix: Mix, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """`x [batch, rows, hidden]` through every layer, and features as `forward` gives them. `mix` attends or convolves: it

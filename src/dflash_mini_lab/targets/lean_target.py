@@ -109,8 +109,14 @@ class LeanSession:
     ) -> list[int]:
         decoder, crossings = self.target.decoder, self.target.crossings
         device = self.target.embedding.device
-        ids = crossings.send(tokens, device)[None]
         tree = crossings.send(np.array(row_table(parents, decoder.history), dtype=np.int64), device) if parents else None
+        if not last_only and decoder.can_step(len(tokens)):
+            chosen, features = decoder.step(tokens, cache, self.target.vocabulary, self.taps, tree)
+            if self.taps:
+                self.features.record(features)
+            crossings.ids_on_host(len(tokens))
+            return chosen
+        ids = crossings.send(tokens, device)[None]
         hidden, features = decoder.forward(ids, cache, self.taps, tree)
         if self.taps:
             self.features.record(features[0])

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.compiled import CompiledHead
+from dflash_mini_lab.compiled import CompiledHead, HeadCall
 from dflash_mini_lab.packed_linear import PackedLinear
 
 
@@ -42,6 +42,10 @@ class ScreenedHead:
 
     def __init__(self, weight: Tensor, screened: CompiledHead) -> None:
         self.weight, self._screened = weight, screened
+
+    def bind(self, hidden: Tensor) -> HeadCall:
+        """As CompiledHead.bind: `greedy` of what will stand there."""
+        return self._screened.bind(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)
