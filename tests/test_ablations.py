@@ -33,7 +33,8 @@ from dflash_mini_lab.decoding import decode
 from dflash_mini_lab.drafters import block
 from dflash_mini_lab.drafters.checkpoint import DRAFT_TO_TARGET, DrafterConfig, save_checkpoint
 from dflash_mini_lab.methods import METHODS, by_key
-from dflash_mini_lab.packed_linear import PLAIN, PackedLinear, stock_plan
+from dflash_mini_lab.packed_linear import PLAIN, ROUNDED, PackedLinear, stock_plan
+from dflash_mini_lab.prefetched_linear import kernel
 from dflash_mini_lab.report.verdict import verdict
 from dflash_mini_lab.settings import ABLATIONS, Settings
 from dflash_mini_lab.targets import lean_build
@@ -254,12 +255,26 @@ def test_stock_layers_are_neither_measured_nor_packed(model: tuple[Path, Path], 
     assert not any(plan["gigabytes_per_second"] for plan in engine.linear_plans)
 
 
+@pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
+def test_an_exact_drafter_is_not_rounded(model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_mini_lab.benchmark.loading import load_model
+
+    monkeypatch.setattr(block, "rounded_plan", lambda _, plan: plan if plan.in_features % 2 else replace(plan, storage=ROUNDED))
+    storages = []
+    for ablate in ((), ("exact-drafter",)):
+        asked = Settings(target=str(model[0]), artifact_dir=model[1], ablate=ablate)
+        storages.append([plan["storage"] for plan in load_model(asked, print).build(64).linear_plans])
+    assert ROUNDED in storages[0]
+    assert ROUNDED not in storages[1]
+
+
+@pytest.mark.parametrize("ablation", ["stock-linear", "exact-drafter"])
 def test_what_the_tiny_target_has_not_cannot_be_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ablation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in cli.NUMPY_THREADS:
         monkeypatch.setenv(name, "1")
-    assert cli.main(["--target", "tiny", "--output-dir", str(tmp_path), "--ablate", "stock-linear"]) == 2
+    assert cli.main(["--target", "tiny", "--output-dir", str(tmp_path), "--ablate", ablation]) == 2
     assert "NumPy's products only" in capsys.readouterr().err
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,9 @@ from tests.test_heads import CONFIG, HEADS, Features
 from tests.tiny_models import COMPILED, HIDDEN, POSITIONS, TAPS, VOCABULARY, compiled_decoder, random_ids, tiny_model
 
 from dflash_mini_lab import compiled
+from dflash_mini_lab.calls import MOST_ROWS
 from dflash_mini_lab.compiled import (
     CANDIDATES,
-    MOST_ROWS,
     AttentionLayer,
     compiled_context,
     compiled_head,
@@ -29,9 +31,10 @@ from dflash_mini_lab.compiled import (
 from dflash_mini_lab.drafters.block import BlockDrafter
 from dflash_mini_lab.drafters.layout import DrafterConfig
 from dflash_mini_lab.norms import RMSNorm
-from dflash_mini_lab.packed_linear import PREFETCHED, ROUNDED, LinearPlan, PackedLinear
+from dflash_mini_lab.packed_linear import PREFETCHED, ROUNDED, LinearPlan, PackedLinear, stock_plan
 from dflash_mini_lab.prefetched_linear import in_bytes, kernel
 from dflash_mini_lab.scores import best
+from dflash_mini_lab.types import NO_HEADS
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no LLVM, fused multiply-add or OpenMP here")
 
@@ -129,32 +132,47 @@ def in_steps(weight: torch.Tensor) -> torch.Tensor:
     return whole * scales[:, None]
 
 
-OWN_WIDTH = replace(CONFIG, target_hidden_size=HIDDEN)
-"""Its head is rounded behind its output projection."""
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("storage", [PREFETCHED, ROUNDED])
-@pytest.mark.parametrize(
-    ("config", "needs"), [(CONFIG, ()), (CONFIG, ("jump",)), (OWN_WIDTH, ())], ids=["published", "with jumps", "own width"]
+WIDER = replace(CONFIG, hidden_size=2 * HIDDEN, target_hidden_size=HIDDEN)
+WINDOWED = replace(CONFIG, window=42)
+"""The second draft is the last whose context is shorter."""
+COMPILED_DRAFTERS = pytest.mark.parametrize(
+    ("config", "needs"),
+    [(CONFIG, ()), (CONFIG, ("jump",)), (WIDER, ()), (WINDOWED, ())],
+    ids=["published", "with jumps", "own width", "windowed"],
 )
-def test_a_compiled_draft_is_that_of_the_single_operations(config: DrafterConfig, needs: tuple[str, ...], storage: str) -> None:
-    model, tensors = tiny_model("llama"), dict(trained_looking_model(config).state_dict())
-    embedding, head = (table.weight.detach().float() for table in (model.get_input_embeddings(), model.get_output_embeddings()))
+
+
+@contextmanager
+def everything(storage: str) -> Iterator[None]:
+    """Every drafter's weight is stored so, but those that 8 bits do not take."""
     with patch.multiple(
         "dflash_mini_lab.drafters.block",
         measure_plan=lambda weights: LinearPlan(*weights[0].shape, PREFETCHED),
         rounded_plan=lambda _, plan: plan if plan.in_features % 2 else replace(plan, storage=storage),
     ):
-        drafter = BlockDrafter(config, tensors, embedding, head, POSITIONS, heads=HEADS)
+        yield
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("storage", [PREFETCHED, ROUNDED])
+@COMPILED_DRAFTERS
+def test_a_compiled_draft_is_that_of_the_single_operations(config: DrafterConfig, needs: tuple[str, ...], storage: str) -> None:
+    model, tensors = tiny_model("llama"), dict(trained_looking_model(config).state_dict())
+    embedding, head = (table.weight.detach().float() for table in (model.get_input_embeddings(), model.get_output_embeddings()))
+    heads = NO_HEADS if config is WIDER else HEADS
+    with everything(storage):
+        drafter = BlockDrafter(config, tensors, embedding, head, POSITIONS, heads=heads)
+        exact = BlockDrafter(config, tensors, embedding, head, POSITIONS, exact=True, heads=heads)
     assert {plan.storage for plan in drafter.plans if plan.in_features % 2 == 0} == {storage}
-    heads = HEADS
+    assert {plan.storage for plan in exact.plans} == {PREFETCHED}
+    scoring = head @ tensors["output.weight"] if config is WIDER else head
     if storage == ROUNDED:
         tensors = {name: in_steps(tensor) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
-        jump = HEADS.jump
-        heads = replace(HEADS, jump=replace(jump, up=in_steps(torch.from_numpy(jump.up)).numpy()))
-        head = in_steps(head)
+        scoring = in_steps(scoring)
+        if heads.jump:
+            heads = replace(heads, jump=replace(heads.jump, up=in_steps(torch.from_numpy(heads.jump.up)).numpy()))
     plain = BlockDrafter(config, tensors, embedding, head, POSITIONS, measure=False, heads=heads)
+    plain.head = PackedLinear(scoring, None, stock_plan(scoring))
     near = 1 if storage == PREFETCHED else 20  # states are rounded, too
     assert plain.compiled is plain.compiled_context is plain.compiled_scores is None
     assert drafter.compiled
@@ -172,15 +190,24 @@ def test_a_compiled_draft_is_that_of_the_single_operations(config: DrafterConfig
         for part in ("context", "states"):
             np.testing.assert_allclose(getattr(drafts[0], part)(), getattr(drafts[1], part)(), rtol=0, atol=near * 1e-4)
         logits = drafts[1].logits()[0]
-        coarse = 100 if config is OWN_WIDTH and storage == ROUNDED else 1
-        np.testing.assert_allclose(drafts[0].logits()[0], logits, rtol=0, atol=near * coarse * 1e-3)
-        if needs:
-            asked = drafter.draft_ids[[[1, 4, 9]] * len(HEADS.jump.offsets[HEADS.jump.offsets < config.block_size])]
+        np.testing.assert_allclose(drafts[0].logits()[0], logits, rtol=0, atol=near * 1e-3)
+        if needs and heads.jump:
+            asked = drafter.draft_ids[[[1, 4, 9]] * int((heads.jump.offsets < config.block_size).sum())]
             np.testing.assert_allclose(drafts[0].jump(asked), drafts[1].jump(asked), rtol=0, atol=near * 1e-3)
         for k in (1, CANDIDATES, CANDIDATES + 1):  # those kept on the way, and one more, which is searched for
             columns, scores = best(logits, k)
             for found, wanted in zip(drafts[1].top(k), (drafter.draft_ids[columns], scores), strict=True):
                 assert np.array_equal(found, wanted)
+
+
+def test_a_compiled_drafter_begins_no_session_longer_than_its_positions() -> None:
+    model = tiny_model("llama")
+    tables = [table.weight.detach().float() for table in (model.get_input_embeddings(), model.get_output_embeddings())]
+    with everything(ROUNDED):
+        drafter = BlockDrafter(CONFIG, dict(trained_looking_model(CONFIG).state_dict()), *tables, 40)
+    drafter.start(Features(torch.zeros(0, 2 * HIDDEN)), 40)
+    with pytest.raises(ValueError, match="rotation"):
+        drafter.start(Features(torch.zeros(0, 2 * HIDDEN)), 60)
 
 
 @pytest.mark.parametrize("family", COMPILED)
@@ -197,13 +224,34 @@ def test_sessions_of_one_decoder_take_turns_and_a_step_is_a_pass_and_its_greedy_
             stepped.append(decoder.step(tokens, small, VOCABULARY, TAPS))
             if turn == 2:
                 torch.set_num_threads(3)
-            large = deepcopy(small) if turn == 4 else decoder.new_cache(100)
-            decoder.step(tokens[::-1], large, VOCABULARY)
+            decoder.step(tokens[::-1], decoder.new_cache(100), VOCABULARY)
     finally:
         torch.set_num_threads(before)
     hidden, features = decoder.forward(torch.tensor([ids]), decoder.new_cache(64), TAPS)
     assert [token for tokens, _ in stepped for token in tokens] == decoder.greedy(hidden[0], VOCABULARY).tolist()
     assert torch.equal(torch.cat([rows for _, rows in stepped]), features[0])
+
+
+@pytest.mark.parametrize("family", COMPILED)
+@torch.inference_mode()
+def test_a_copy_of_a_session_goes_its_own_way(family: str) -> None:
+    decoder, ids = compiled_decoder(family), random_ids(12, 5)
+    one = decoder.new_cache(40)
+    decoder.step(ids[:4], one, VOCABULARY)
+    paths = [(one, ids[:4]), (deepcopy(one), ids[:4])]
+    for turn in range(4, 8):
+        paths = [(cache, [*path, token]) for (cache, path), token in zip(paths, (ids[turn], ids[-turn]), strict=True)]
+        found = [decoder.step(path[-1:], cache, VOCABULARY)[0] for cache, path in paths]
+        fresh = [decoder.step(path, decoder.new_cache(40), VOCABULARY)[0][-1:] for _, path in paths]
+        assert found == fresh
+
+
+@torch.inference_mode()
+def test_an_id_without_an_embedding_is_refused() -> None:
+    decoder = compiled_decoder("qwen3")
+    for token in (VOCABULARY, -1):
+        with pytest.raises(IndexError, match="of an embedding with"):
+            decoder.forward(torch.tensor([[4, token]]), decoder.new_cache(8))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -252,9 +300,12 @@ def test_too_many_rows_or_positions_are_refused() -> None:
     for rows, past in ((0, 0), (MOST_ROWS + 1, 0), (2, 49)):
         with pytest.raises(ValueError, match="at most 32 at once, and 50 in all"):
             found.bind(memory, table, rotation).tell(rows, past)
-    for start, turn in ((torch.zeros(9, 16), rotation), (table, torch.ones(50, 3)), (table.double(), rotation)):
+    for start in (torch.zeros(9, 16), table.double()):
         with pytest.raises(ValueError, match="do not fit these layers"):
-            found.bind(memory, start, turn)
+            found.bind(memory, start, rotation)
+    for turn in (rotation[:49], torch.ones(50, 3, dtype=torch.complex64), rotation.to(torch.complex128)):
+        with pytest.raises(ValueError, match="rotation"):
+            found.bind(memory, table, turn)
     for apart in ((memory[..., ::2], table, rotation), (memory, table.T, rotation), (memory, table, rotation[:, ::2])):
         with pytest.raises(ValueError, match="must lie together"):
             found.bind(*apart)

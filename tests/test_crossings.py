@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.test_drafter import CONFIG, FixedFeatures, target_tables, trained_looking_model
+from tests.tiny_models import random_ids, tiny_target
 
 from dflash_mini_lab.drafters.block import BlockDrafter
 
@@ -54,3 +55,17 @@ def test_the_embeddings_of_the_prefix_cost_their_new_ids_and_one_mean() -> None:
         crossed = drafter.crossings.since(before)
         assert (crossed["to_device"]["count"], crossed["to_device"]["bytes"]) == (1, 8 * new)
         assert (crossed["to_host"]["count"], crossed["to_host"]["bytes"]) == (1, 4 * CONFIG.hidden_size)
+
+
+@pytest.mark.parametrize("parents", [(), (-1, 0, 0, 1)])
+def test_a_compiled_step_counts_what_single_operations_send(parents: tuple[int, ...]) -> None:
+    counted = []
+    for path in ("lean", "compiled"):
+        target = tiny_target("plain llama", path)
+        session = target.start(random_ids(5, 1), 40, (0, 2))
+        session.prefill()
+        before = target.crossings.as_json()
+        session.verify([4, 5, 6, 7], parents)
+        since = target.crossings.since(before)
+        counted.append({way: (facts["count"], facts["bytes"]) for way, facts in since.items()})
+    assert counted[0] == counted[1]

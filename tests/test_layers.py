@@ -10,9 +10,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "dflash_mini_lab"
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("prefetched_ir",),
     ("types", "settings", "files", "bootstrap_install", "prefetched_linear", "programs"),
     ("scores", "paths", "trees", "artifacts", "catalog", "norms", "packed_linear", "rotary", "numpy_ops", "crossings", "tensors")
-    + ("benchmark_file", "prompts", "bootstrap", "bootstrap_gpu"),
+    + ("calls", "benchmark_file", "prompts", "bootstrap", "bootstrap_gpu"),
     ("compiled",),
     ("targets", "drafters", "methods"),
     ("decoding", "measurement"),

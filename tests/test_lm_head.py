@@ -4,8 +4,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_mini_lab.compiled import MOST_ROWS, ROWS_AT_ONCE, compiled_head
+from dflash_mini_lab.calls import MOST_ROWS
+from dflash_mini_lab.compiled import ROWS_AT_ONCE, compiled_head
 from dflash_mini_lab.packed_linear import ONEDNN, PLAIN, PREFETCHED, ROUNDED, SCREENED, LinearPlan, PackedLinear, rounded_plan
+from dflash_mini_lab.prefetched_ir import LEAST_TOP
 from dflash_mini_lab.prefetched_linear import in_bytes, kernel
 from dflash_mini_lab.targets.lm_head import FullHead, ScreenedHead
 
@@ -85,6 +87,26 @@ def test_what_rounding_may_have_changed_is_bounded_for_every_row_and_every_state
     assert float(tight.max()) > 0.02, "a bound that nothing comes near finds no token faster"
 
 
+@pytest.mark.parametrize("large", [1e4, 1e-33])
+def test_the_rounding_of_the_state_is_part_of_the_bound(large: float) -> None:
+    """Of a head that 8 bits hold, nothing else is lost."""
+    generator = torch.Generator().manual_seed(5)
+    whole, scales = in_bytes(torch.randn(4 * VOCABULARY, HIDDEN, generator=generator))
+    whole[:, 0] = 127  # so that it is its own rounding
+    weight = whole * scales[:, None]
+    hidden = torch.randn(MOST_ROWS, HIDDEN, generator=generator) * min(large, 1.0)
+    hidden[:, 3] = large
+    full, screened = heads(weight)
+    assert torch.equal(screened.greedy(hidden, len(weight)), full.greedy(hidden, len(weight)))
+    compiled = screened._screened
+    coarse = kernel().product(hidden, compiled._screen, None).double()  # type: ignore[union-attr]
+    off = (coarse - hidden.double() @ weight.double().T).abs().amax(1)
+    top = hidden.double().abs().amax(1).clamp_min(LEAST_TOP)
+    by_weights = float(compiled._kept["lost_at"].max()) * hidden.double().norm(dim=1)
+    assert (off <= by_weights + float(compiled.job[0]["lost_by_inputs"]) * top).all()
+    assert (off > by_weights).any()
+
+
 def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(8, 4)
     slow, fast = dict.fromkeys(range(1, 9), 10.0), dict.fromkeys(range(1, 9), 16.0)
@@ -99,5 +121,6 @@ def test_a_screen_is_planned_only_where_it_was_measured_to_be_faster(monkeypatch
     assert rounded_plan([weight], plan, SCREENED) == LinearPlan(8, 4, SCREENED, fast, {1: 5.0})
     assert rounded_plan([weight], plan) == LinearPlan(8, 4, ROUNDED, fast, {1: 5.0})
     assert rounded_plan([weight], LinearPlan(8, 4, ONEDNN, slow, slow)).storage == ROUNDED
+    assert rounded_plan([weight], LinearPlan(8, 4, ONEDNN, slow, slow), SCREENED).storage == ONEDNN
     for other in (LinearPlan(8, 5, PREFETCHED, slow, slow), LinearPlan(8, 4, PLAIN)):
         assert rounded_plan([weight], other) is other

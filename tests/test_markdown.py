@@ -77,10 +77,10 @@ def test_the_head_is_the_tallest_weight_on_the_hidden_state() -> None:
     benchmark = copy.deepcopy(SAMPLE)
     benchmark["target"] |= {"hidden_size": 500, "dtype": "float32"}
     rates = {"gigabytes_per_second": {"1": 20.0}, "stock_gigabytes_per_second": {"1": 10.0}}
-    shapes = ((100_000, 500, "16-bit screen"), (500, 500, "oneDNN prepacked"), (200_000, 9, "oneDNN prepacked"))
+    shapes = ((100_000, 500, "8-bit screen"), (500, 500, "oneDNN prepacked"), (200_000, 9, "oneDNN prepacked"))
     benchmark["linear_plans"] = [{"out_features": out, "in_features": into, "storage": way, **rates} for out, into, way in shapes]
     assert lines("head", benchmark) == [
-        "In this run the LM head of 100,000 × 500 was screened in 16 bits. When the layers were planned, "
+        "In this run the LM head of 100,000 × 500 was screened in 8 bits. When the layers were planned, "
         "the screen, without the exact rows behind it, took 10.0 ms for one row; the stock product, 20.0 ms."
     ]
 

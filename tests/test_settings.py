@@ -89,8 +89,9 @@ def test_ablations_have_one_order_and_a_variable_on_either_runner() -> None:
     assert resolve({}, {"CPU_ABLATE": "no-bonus, full-logits,no-bonus"}).ablate == both
     assert resolve({}, {"GPU_ABLATE": "no-bonus", "CPU_ABLATE": "full-logits"}, GPU).ablate == ("no-bonus",)
     assert resolve({}, {"CPU_ABLATE": ""}).ablate == ()
-    with pytest.raises(ValueError, match=r"^--ablate stock-linear: on a GPU"):
-        resolve({"ablate": "stock-linear"}, {}, GPU)
+    for name in ("stock-linear", "exact-drafter"):
+        with pytest.raises(ValueError, match=f"^--ablate {name}: on a GPU"):
+            resolve({"ablate": name}, {}, GPU)
 
 
 @pytest.mark.parametrize(

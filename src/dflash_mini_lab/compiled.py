@@ -10,7 +10,7 @@ depend on the number of rows. (Between the rows of a tree's path others lie, and
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,12 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_mini_lab.calls import MOST_ROWS, Call, Program, Told
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import OURS, PackedLinear
 from dflash_mini_lab.prefetched_linear import TYPES, Kernel, PackedWeight, in_bytes, kernel, most_of_an_input
 
-MOST_ROWS = 32
-"""Of one call; a longer one has enough rows to keep single operations busy."""
 ROWS_AT_ONCE = 4096
 """Of a head, where differences are looked at."""
 ROUNDS_OFF = 0.51
@@ -71,58 +70,7 @@ class ConvolutionLayer:
         return self.in_proj, self.out, self.gate_up, self.down
 
 
-Told = float | Tensor | np.ndarray
-"""A number, or what is told as its address."""
-
-
-class _Compiled:
-    """A program, what it is told of a model, and scratch that all its calls share: not for two of them at the same time."""
-
-    def __init__(self, kernel: Kernel, program: Any, job: np.dtype, widest: int, **told: Told) -> None:
-        """`widest`: the most inputs of one of its products."""
-        self.kernel, self.address, self._rounded = kernel, program.address, MOST_ROWS * (1 + -(-widest // 2))
-        self.job, self._kept = np.zeros(1, job), told
-        self._scratch: dict[str, Tensor] = {}
-        tell(self.job, tile=kernel.tile, rounded_bytes=4 * self._rounded, **told)
-
-    def scratch(self, threads: int, **sizes: int) -> dict[str, Tensor]:
-        """Float32 room of at least so many elements, and what `threads` need for rounded rows."""
-        for name, size in (("rounded_at", threads * self._rounded), *sizes.items()):
-            if name not in self._scratch or self._scratch[name].numel() < size:
-                self._scratch[name] = torch.empty(size, dtype=torch.float32)
-        return dict(self._scratch)
-
-
-class _Call:
-    """A program's job for one session, which keeps the number of threads that it began with."""
-
-    def __init__(self, compiled: _Compiled, threads: int, told: Mapping[str, Told]) -> None:
-        self.compiled, self.threads, self._kept, self._job = compiled, threads, told, compiled.job.copy()
-        tell(self._job, **told)
-        self._numbers = self._job.view(np.int64)
-        self.run = in_order(self)
-
-    def _tell(self, *numbers: int) -> None:
-        """What changes from call to call, in the program's order."""
-        self._numbers[: len(numbers)] = numbers
-
-
-def in_order(*calls: _Call) -> Callable[[], None]:
-    """All of `calls`, prepared by then, as one: threads start once. Whoever keeps it keeps them."""
-    parts = ((call.compiled.address, address(call._job)) for call in calls)
-    return calls[0].compiled.kernel.in_order(calls[0].threads, *parts)
-
-
-def tell(job: np.ndarray, **told: Told) -> None:
-    for name, value in told.items():
-        job[0][name] = value if isinstance(value, float | int) else address(value)
-
-
-def address(array: Tensor | np.ndarray) -> int:
-    return array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data
-
-
-class CompiledLayers(_Compiled):
+class CompiledLayers(Program):
     """Layers of causal grouped-query attention, all of one shape, or gated short convolution, each with a gated MLP, and the norm
     behind them."""
 
@@ -186,15 +134,13 @@ class CompiledLayers(_Compiled):
         """Calls of one session. `memory [attending layers, 2, kv_heads, capacity, head_dim]`, where keys and values enter behind
         the first `past`; a row begins as the row of `table [ids, hidden]` that its id names; `rotation [positions, head_dim /
         2]`, complex."""
-        if not all(tensor.is_contiguous() for tensor in (memory, table, rotation)):
-            raise ValueError("a session's tensors are read by address: they must lie together")
-        if table.shape[1:] != (self.hidden,) or table.dtype != torch.float32 or rotation.shape[1:] != (self.head_dim // 2,):
-            shapes = f"{table.dtype} rows {tuple(table.shape)} with a rotation {tuple(rotation.shape)}"
-            raise ValueError(f"{shapes} do not fit these layers")
+        _check_tensors(memory, table, rotation)
+        if table.shape[1:] != (self.hidden,) or table.dtype != torch.float32:
+            raise ValueError(f"{table.dtype} rows {tuple(table.shape)} do not fit these layers")
         return LayersCall(self, memory, table, rotation)
 
 
-class LayersCall(_Call):
+class LayersCall(Call):
     """The calls of one session. Keys and values lie once more as a product reads its weight, in tiles of positions, and of the
     head's numbers; a call brings in what it added and what came before without it.
     """
@@ -243,7 +189,7 @@ class LayersCall(_Call):
         _check_room(past, rows, self._capacity)
         if self._taps != taps:
             self._taps, self._sorted_taps = taps, torch.tensor(sorted(zip(taps, range(len(taps)), strict=True)))
-        features = torch.empty(rows, len(taps) * self._layers.hidden) if taps else NOTHING
+        features = torch.empty(rows, len(taps) * self._layers.hidden)
         inputs_at = windows = NOTHING
         if inputs:
             self._inputs = [earlier.contiguous() for earlier in inputs]
@@ -260,7 +206,7 @@ class LayersCall(_Call):
         return features, windows
 
 
-class CompiledContext(_Compiled):
+class CompiledContext(Program):
     """What a block drafter does with new features: fused, normed, and turned into every layer's keys and values."""
 
     def __init__(
@@ -296,10 +242,11 @@ class CompiledContext(_Compiled):
 
     def bind(self, memory: Tensor, rotation: Tensor) -> ContextCall:
         """`memory` and `rotation` as for CompiledLayers."""
+        _check_tensors(memory, rotation)
         return ContextCall(self, memory, rotation)
 
 
-class ContextCall(_Call):
+class ContextCall(Call):
     """The calls of one session."""
 
     def __init__(self, context: CompiledContext, memory: Tensor, rotation: Tensor) -> None:
@@ -318,7 +265,7 @@ class ContextCall(_Call):
         self._tell(rows, past, features.data_ptr(), self._rotation.data_ptr() + past * self._turn_bytes)
 
 
-class CompiledHead(_Compiled):
+class CompiledHead(Program):
     """Greedy tokens of a float32 LM head that is read in 8 bits.
 
     A greedy token is one row of the head out of tens of thousands. With ŵ a rounded row and x̂ the rounded state, |ŵ·x̂ - w·x| ≤
@@ -369,7 +316,7 @@ class CompiledHead(_Compiled):
         return torch.tensor(found)
 
 
-class HeadCall(_Call):
+class HeadCall(Call):
     """The calls of one session."""
 
     def __init__(self, head: CompiledHead, hidden: Tensor) -> None:
@@ -387,20 +334,20 @@ class HeadCall(_Call):
         return self._ids[: self._rows].tolist()
 
 
-class CompiledScores(_Compiled):
+class CompiledScores(Program):
     """A draft's scores, and the best of every row, kept while they are computed."""
 
     def __init__(self, head: PackedLinear, ids: np.ndarray, kernel: Kernel, programs: Any) -> None:
         """`ids [vocabulary]` (int64): the target's id of every row of the head."""
         weight: PackedWeight = head.weight
-        self._head, self.hidden, self.vocabulary = head, weight.inputs, weight.outputs
+        hidden, self._head, self.vocabulary = weight.inputs, head, weight.outputs
         self.outputs, self.candidates = weight.room, min(CANDIDATES, self.vocabulary)
         super().__init__(
             kernel,
             programs.scores_program,
             programs.SCORES_JOB,
-            self.hidden,
-            hidden=self.hidden,
+            hidden,
+            hidden=hidden,
             outputs=self.outputs,
             vocabulary=self.vocabulary,
             candidates=self.candidates,
@@ -422,7 +369,7 @@ class CompiledScores(_Compiled):
         return call.found
 
 
-class ScoresCall(_Call):
+class ScoresCall(Call):
     """The calls of one session."""
 
     def __init__(self, scores: CompiledScores, hidden: Tensor) -> None:
@@ -503,6 +450,16 @@ def _program_for(products: Sequence[PackedLinear], whole_tiles: bool = True) -> 
         return None
     programs = _programs(tiles)
     return (tiles, programs) if programs else None
+
+
+def _check_tensors(memory: Tensor, *others: Tensor) -> None:
+    """The last of `others` is a rotation."""
+    rotation = others[-1]
+    if not all(tensor.is_contiguous() for tensor in (memory, *others)):
+        raise ValueError("a session's tensors are read by address: they must lie together")
+    enough = len(rotation) >= memory.shape[3] and rotation.shape[1:] == (memory.shape[4] // 2,)
+    if not enough or rotation.dtype != torch.complex64:
+        raise ValueError(f"a {rotation.dtype} rotation {tuple(rotation.shape)} for a memory {tuple(memory.shape)}")
 
 
 def _check_room(past: int, rows: int, capacity: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -137,7 +138,8 @@ def _rates(storage: str, weights: list[Tensor], repeats: int, limit: float = flo
     stored_type = torch.int8 if storage == ROUNDED else narrowest(first) if storage == PREFETCHED else first.dtype
     count = max(1, min(MOST_COPIES, -(-BYTES_TO_DEFEAT_CACHE // (first.numel() * stored_type.itemsize))))
     pack, product = WAYS[storage]
-    stored = [pack(weight) for weight in (*weights[:count], *(first.clone() for _ in range(count - len(weights))))]
+    copies = (first.clone() for _ in range(count - len(weights)))  # one at a time: they may be far larger than what is stored
+    stored = [pack(weight) for weight in chain(weights[:count], copies)]
     gigabytes = first.numel() * first.element_size() * len(stored) / 1e9
     # A batch of one, as in a decoder: a stock product folds it first.
     inputs = {rows: torch.randn(1, rows, first.shape[1]).to(first.dtype) for rows in MEASURED_ROWS}
@@ -153,8 +155,11 @@ def _seconds_for_a_gigabyte(rates: dict[int, float]) -> float:
 
 def rounded_plan(weights: list[Tensor], plan: LinearPlan, storage: str = ROUNDED) -> LinearPlan:
     """`plan`, or where reading our own 8-bit tiles is faster summed over MEASURED_ROWS, one of those: of a weight that may be
-    rounded, or (SCREENED) of an LM head that they screen. Rates count the float32 bytes that they stand for, and so compare."""
+    rounded, or (SCREENED) of an LM head in tiles that they screen. Rates count the float32 bytes that they stand for, and so
+    compare."""
     ours = storage_works(PREFETCHED, weights[0].dtype, weights[0].device)
+    if storage == SCREENED and plan.storage != PREFETCHED:
+        return plan
     if not ours or not plan.gigabytes_per_second or plan.in_features % 2:
         return plan
     coarse = replace(plan, storage=storage, gigabytes_per_second=_rates(ROUNDED, weights, 3))

@@ -59,6 +59,8 @@ if llvm.get_host_cpu_features().get("avx512f"):  # LLVM's default for many of th
 f32 = np.float32
 BLOCK = 64
 """Numbers whose largest is looked at first, where few of many are wanted."""
+LEAST_TOP = f32(2.0**-100)
+"""As in prefetched_linear.py, where rows are rounded."""
 BLOCKS_AT_ONCE = 16
 """Of a head, whose products are looked at while they are in cache."""
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
@@ -394,7 +396,7 @@ def head_program(job_at):
                 least[thread, r] = max(least[thread, r], tops[r, block] - norm * lost_of_block[block])
     barrier()
     for r in range(rows):
-        norm, lost_by_x = np.sqrt(dot(x[r], x[r])), f32(2 * job.lost_by_inputs) * largest(np.abs(x[r]))
+        norm, lost_by_x = np.sqrt(dot(x[r], x[r])), f32(2 * job.lost_by_inputs) * max(largest(np.abs(x[r])), LEAST_TOP)
         enough = largest(least[:, r]) - lost_by_x
         logits[thread, r], winners[thread, r] = f32(-np.inf), 0
         for block in range(first_block, end_block):

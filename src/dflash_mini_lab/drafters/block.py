@@ -19,15 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.compiled import (
-    MOST_ROWS,
-    AttentionLayer,
-    ContextCall,
-    compiled_context,
-    compiled_layers,
-    compiled_scores,
-    in_order,
-)
+from dflash_mini_lab.calls import MOST_ROWS, in_order
+from dflash_mini_lab.compiled import AttentionLayer, ContextCall, compiled_context, compiled_layers, compiled_scores
 from dflash_mini_lab.crossings import Crossings, on_host
 from dflash_mini_lab.drafters.layout import DRAFT_TO_TARGET, DrafterConfig, check_fit
 from dflash_mini_lab.norms import RMSNorm
@@ -234,23 +227,24 @@ class BlockSession:
         context, layers = drafter.compiled_context, drafter.compiled
         self._context = context.bind(self.memory, drafter.rotation) if context else None
         self._pass = None
-        if self._context and layers and drafter.compiled_scores and not config.window and config.block_size <= MOST_ROWS:
+        if self._context and layers and drafter.compiled_scores and config.block_size <= MOST_ROWS:
             self._pass = _CompiledPass(drafter, self.memory, self._block, self._context, scores=not self._jump)
 
     @torch.inference_mode()
     def draft(self, committed: Sequence[int]) -> BlockDraft:
         """One pass for the block after `committed[-1]`, which is not in the context."""
-        d, features = self.drafter, self.session.take_features()
-        reads = self._pass is not None and 0 < len(features) <= MOST_ROWS
-        if self._pass and self._context and reads:
+        d, features, window = self.drafter, self.session.take_features(), self.drafter.config.window
+        at_once = None if window and self.length + len(features) > window else self._pass
+        reads = at_once is not None and 0 < len(features) <= MOST_ROWS
+        if self._context and reads:
             self._context.tell(features, self.length)
             self.length, self.context = self.length + len(features), self._context.fused[len(features) - 1]
         else:
             self._read_context(features)
         if self.length != len(committed) - 1:
             raise RuntimeError(f"the drafter has read {self.length} features for {len(committed) - 1} tokens before the anchor")
-        if self._pass:
-            hidden, found = self._pass(committed[-1], self.length, reads)
+        if at_once:
+            hidden, found = at_once(committed[-1], self.length, reads)
         else:
             self._block[0] = d.embedding[committed[-1]]
             x = self._block[None]
@@ -320,7 +314,9 @@ class BlockSession:
 
 
 class _CompiledPass:
-    """A session's passes as one call each: what new features add to the context, then the block's layers, then its scores."""
+    """A session's passes as one call each: what new features add to the context, then the block's layers, then its scores (but
+    for the jump head, whose states are scored with the block's, and need its context). Every slot of a window's drafter sees the
+    same context only while that is shorter than the window: longer ones are not run here."""
 
     def __init__(self, drafter: BlockDrafter, memory: Tensor, block: Tensor, context: ContextCall, scores: bool) -> None:
         """`block`: as BlockSession begins a pass; `scores=False`: they are not asked for."""

@@ -126,7 +126,7 @@ def linear_plans(benchmark: Benchmark) -> dict[str, Any] | None:
         return None
     words = ""
     if reached:
-        words = f"Products of one row read weights at {_span(reached)} GB/s here"
+        words = f"Products of one row read weights at {_span(reached)} GB/s here, those in fewer bits counted in full"
         words += f"; the stock layers reach {_span(stock_seen)}." if stock_seen else "."
     padded = (benchmark.get("padded_rows") or {}).items()
     if padded:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_mini_lab.compiled import MOST_ROWS, CompiledLayers, HeadCall, LayersCall, in_order
+from dflash_mini_lab.calls import MOST_ROWS, in_order
+from dflash_mini_lab.compiled import CompiledLayers, HeadCall, LayersCall
 from dflash_mini_lab.norms import RMSNorm
 from dflash_mini_lab.packed_linear import LinearPlan, PackedLinear
 from dflash_mini_lab.rotary import rotate
@@ -213,6 +214,9 @@ class LeanDecoder:
         """
         rows = ids.shape[1]
         if self.compiled and len(ids) == 1 and rows <= MOST_ROWS:
+            low, high = int(ids.min()), int(ids.max())
+            if not 0 <= low <= high < len(self.embedding):
+                raise IndexError(f"ids from {low} to {high} of an embedding with {len(self.embedding)} rows")
             step, features = self._prepared(ids[0], cache, taps, tree)
             step.layers.run()
             return step.layers.out[None, :rows].clone(), features[None]
