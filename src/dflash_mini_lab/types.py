@@ -122,7 +122,8 @@ NO_HEADS = Heads()
 
 
 class Draft(Protocol):
-    """One forward pass of the drafter for `slots` (S) slots after `anchor`. A method pays for exactly what it asks."""
+    """One forward pass of the drafter for `slots` (S) slots after `anchor`. A method pays for exactly what it asks. Arrays may be
+    the drafter's own: they hold until its next pass."""
 
     anchor: int
     slots: int
