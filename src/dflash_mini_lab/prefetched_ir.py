@@ -1,6 +1,7 @@
 """The text of our own product for LLVM (prefetched_linear.py), as tiles of outputs and rows of inputs for each type of weight."""
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 
 import torch
@@ -188,7 +189,7 @@ one_row:
   br label %largest
 largest:
   %k = phi i64 [0, %one_row], [%next, %largest]
-  %top = phi float [0x39B0000000000000, %one_row], [%new_top, %largest]
+  %top = phi float [{least_top}, %one_row], [%new_top, %largest]
   %at = getelementptr float, ptr %x_row, i64 %k
   %value = load float, ptr %at
   %size = call float @llvm.fabs.f32(float %value)
@@ -356,7 +357,8 @@ def program(tile: int, most_rows: Mapping[torch.dtype, int]) -> str:
         functions.append(_TILES.format(cases=cases, calls=calls, **common))
     cases = " ".join(f"i64 {number}, label %type_t{number}" for number in range(len(TYPES)))
     calls = "".join((_BYTES_CALL if dtype == torch.int8 else _ANY_CALL).format(type=f"t{n}") for n, dtype in enumerate(TYPES))
-    functions.append(_ROUND.format(most_of_a_byte=MOST_OF_A_BYTE))
+    (least_top,) = struct.unpack(">Q", struct.pack(">d", LEAST_TOP))  # a float is written as the bits of a double
+    functions.append(_ROUND.format(most_of_a_byte=MOST_OF_A_BYTE, least_top=f"0x{least_top:016X}"))
     functions.append(_ANY.format(cases=cases, calls=calls, pointers="".join(_POINTER.format(name=name) for name in POINTERS)))
     loads = "".join(_LOAD.format(n=n, name=name) for n, name in enumerate(JOB))
     functions += [_SHARE.format(tile=tile, loads=loads), _IN_ORDER.format()]

@@ -12,6 +12,8 @@ from numba import carray, cfunc, config, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dflash_mini_lab import prefetched_ir
+
 # Of each program, in its order: what is told with every call, what a session tells once, and what a model does.
 LAYERS_CALL = (
     *("rows", "past", "tiled", "taps", "rotation_at", "features_at", "sorted_taps_at", "branching", "hiding_at", "places_at"),
@@ -59,8 +61,7 @@ if llvm.get_host_cpu_features().get("avx512f"):  # LLVM's default for many of th
 f32 = np.float32
 BLOCK = 64
 """Numbers whose largest is looked at first, where few of many are wanted."""
-LEAST_TOP = f32(2.0**-100)
-"""As in prefetched_linear.py, where rows are rounded."""
+LEAST_TOP = f32(prefetched_ir.LEAST_TOP)
 BLOCKS_AT_ONCE = 16
 """Of a head, whose products are looked at while they are in cache."""
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())

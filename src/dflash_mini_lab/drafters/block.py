@@ -236,11 +236,7 @@ class BlockSession:
         d, features, window = self.drafter, self.session.take_features(), self.drafter.config.window
         at_once = None if window and self.length + len(features) > window else self._pass
         reads = at_once is not None and 0 < len(features) <= MOST_ROWS
-        if self._context and reads:
-            self._context.tell(features, self.length)
-            self.length, self.context = self.length + len(features), self._context.fused[len(features) - 1]
-        else:
-            self._read_context(features)
+        self._read_context(features, with_the_pass=reads)
         if self.length != len(committed) - 1:
             raise RuntimeError(f"the drafter has read {self.length} features for {len(committed) - 1} tokens before the anchor")
         if at_once:
@@ -291,7 +287,8 @@ class BlockSession:
         self._summed = (len(committed), total)
         return crossings.array((total / len(committed)).float())
 
-    def _read_context(self, features: Tensor) -> None:
+    def _read_context(self, features: Tensor, with_the_pass: bool = False) -> None:
+        """`with_the_pass`: the compiled context is told alone; the pass will run it."""
         if not len(features):
             return
         d, config = self.drafter, self.drafter.config
@@ -301,7 +298,8 @@ class BlockSession:
         start = end - rows
         if self._context and rows <= MOST_ROWS:
             self._context.tell(features, start)
-            self._context.run()
+            if not with_the_pass:
+                self._context.run()
             self.length, self.context = end, self._context.fused[rows - 1]
             return
         fused = d.hidden_norm(d.fc(features))
